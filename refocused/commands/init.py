@@ -325,7 +325,10 @@ def loaded_text(text: str, file: Path) -> LoadedRun:
     with tempfile.TemporaryDirectory() as folder:
         trial = Path(folder) / file.name
         trial.write_text(text, encoding="utf-8")
-        return load_run(trial)
+        try:
+            return load_run(trial)
+        except ConfigError as error:  # it names the trial, which is gone
+            raise ConfigError(str(error).replace(f"{folder}/", "")) from None
 
 
 def plan_lines(

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands.run_samples import SampleRun
 from evaluate.harness import CONTEXT, MODELS, SCORES
 from ranks import Ended, ForkedRanks
 from safetensors.torch import load_file, save_file
@@ -83,34 +82,6 @@ def test_all_tasks_of_a_folder_give_the_scores_on_file(models: Path, capsys: Cap
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "message"),
-    [
-        ("{}/bytes", 2, "is not from a local run, so it has no validation set. Name at least"),
-        ("{}/bytes --tasks ,", 2, "--tasks: name at least one"),
-        ("{}/bytes --tasks piqa", 2, "name its file, piqa=FILE"),
-        ("{}/bytes --tasks {}/broken.jsonl", 1, "broken.jsonl:1: it is no JSON"),
-        ("{}/bytes --tasks {}/story.txt --context 97", 1, "reads at most 96 tokens at once"),
-        ("{}/bytes --tasks {}/story.txt --stride 97", 1, "--stride 97: a number from 1 to"),
-        ("7 --tasks {}/story.txt", 1, "There is no checkpoint '7'"),
-        ("{}/checkpoint_step_3 --tasks {}/story.txt", 1, "checkpoint_step_"),
-        ("half --tasks {}/story.txt", 1, "half cannot be loaded by transformers"),
-        ("5 --tasks {}/story.txt", 1, "model.json"),
-        ("compare", 2, "compare: name what to compare by: --tasks"),
-        ("compare x --picture a.jpg", 2, "--picture a.jpg: the name must end in .png"),
-    ],
-)
-def test_each_mistake_has_one_message(
-    models: Path, sample_run: SampleRun, capsys: Capture, arguments: str, code: int, message: str
-) -> None:
-    (sample_run.save(5).path / "model.json").unlink()
-    Path("half").mkdir()
-    Path("half/config.json").write_text('{"model_type": "gpt2"}')
-    told = evaluate(capsys, *arguments.replace("{}", str(models)).split(), code=code)
-    assert message in told
-    assert len(told.splitlines()) == 1
-
-
-@pytest.mark.parametrize(
     ("damage", "message"),
     [
         ("cut off", "weights is cut off or damaged"),
@@ -159,57 +130,6 @@ def test_a_model_of_the_same_shape_without_training_shows_what_chance_is(
     chance = told["tasks"]["story"]["perplexity"]["value"]
     assert chance == pytest.approx(257, rel=0.1)  # one of V ids
     assert "untrained: 22,968 parameters" in evaluate(capsys, *arguments)
-
-
-def test_the_context_is_the_trained_one_and_a_longer_one_is_reported(
-    models: Path, copy: Path, capsys: Capture
-) -> None:
-    config = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps(config | {"trained_sequence_length": 40}))
-    for length, *arguments in (
-        (40,),
-        (96, "--context", "96"),
-        (96, "--context", "96", "--untrained"),
-    ):
-        given = (copy, "--tasks", f"{models}/story.txt", "--device", "cpu", "--json", *arguments)
-        assert main([str(argument) for argument in given]) == 0
-        out, err = capsys.readouterr()
-        told = json.loads(out)
-        assert (told["context_tokens"], told["trained_sequence_length"]) == (length, 40)
-        warning = f"{copy}: the sequence has 96 tokens, and the model was trained on 40"
-        assert (warning in err) == (length == 96 and told["trained"])
-        assert len(err.splitlines()) == (warning in err)
-
-
-def test_models_are_compared_by_tasks(models: Path, capsys: Capture) -> None:
-    out = models / "scores.png"
-    given = (models / "bytes", models / "words", "--tasks", models / "quiz.jsonl")
-    told = json.loads(compare(capsys, *given, "--picture", out, "--json"))
-    assert [one["model"] for one in told["models"]] == [f"{models}/bytes", f"{models}/words"]
-    for one in told["models"]:
-        assert one["tasks"]["quiz"]["items"] == 3
-        assert one["tasks"]["quiz"]["acc"]["value"] in (0.0, 1.0)
-    assert out.read_bytes().startswith(PNG)
-    # What was measured is printed even where it cannot be drawn.
-    arguments = [*map(str, given), "--device", "cpu", "--picture", "/proc/none/a.png"]
-    assert main(["compare", *arguments]) == 1
-    lines, err = capsys.readouterr()
-    assert lines.splitlines()[0].split() == ["MODEL", "quiz", "acc", "quiz", "acc_norm"]
-    assert lines.splitlines()[2].startswith(f"{models}/words")
-    assert "/proc/none/a.png cannot be written" in err
-
-
-def test_a_model_that_no_item_fits_has_no_score(models: Path, capsys: Capture) -> None:
-    """Its tokens are bytes, of which every ending has more than the context."""
-    tasks = ("--tasks", models / "quiz.jsonl", "--context", 3)
-    both = compare(capsys, models / "bytes", models / "words", *tasks)
-    _, none, some = both.splitlines()
-    assert none.split() == [f"{models}/bytes", "-", "-"]
-    assert len(some.split()) > 3
-    compare(capsys, models / "bytes", *tasks, "--out", models / "none.png")
-    assert not (models / "none.png").exists()
-    told = evaluate(capsys, models / "bytes", *tasks)
-    assert "0 items" in told and "3 skipped: an ending is too long" in told
 
 
 def test_scores_over_the_steps_of_one_run_are_a_curve(tmp_path: Path) -> None:

@@ -1,8 +1,5 @@
 """`init`: plans of runs that training takes, for any data, and copies of shipped run files."""
 
-import json
-import shlex
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -139,64 +136,6 @@ def test_options_are_taken_over(tmp_path: Path) -> None:
     assert 0.001 <= config.data.validation_fraction <= 0.05
 
 
-PLAN = """\
-data     189,440 tokens; 20 tokens a parameter would be 9,472
-model    demo_llama, 836,736 parameters
-"""
-
-
-def test_a_plan_is_printed_with_its_run_file(
-    capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["refocused"])
-    options = shlex.split("--data tokens --gpus 1 --gpu L4 --per-hour 1 --budget 0.001")
-    assert init("--dry-run", *options) == 0
-    plan, _, text = capsys.readouterr().out.partition("The run file:\n\n")
-    assert not Path("run.yaml").exists()
-    assert plan.startswith(PLAN) and "note: the tokenizer is unknown" in plan
-    assert plan.endswith("note: the budget of $0.00 ends the run before its last step.\n")
-    assert init("one.yaml", *options) == 0
-    assert Path("one.yaml").read_text() == text.removesuffix("\n")
-    assert capsys.readouterr().out == (
-        f"Wrote one.yaml.\n{plan}Next:\n  refocused doctor --config one.yaml\n"
-        "  refocused estimate_cost --config one.yaml --gpus 1 --gpu L4\n"
-        "  refocused launch --config one.yaml\n"
-    )
-    assert init("one.yaml", *options) == 2
-    assert "error: one.yaml exists. Name another file, or" in capsys.readouterr().err
-    assert init("one.yaml", *options, "--force", "--json") == 0
-    record = json.loads(capsys.readouterr().out)
-    assert (record["out"], record["data_tokens"]) == ("one.yaml", 189_440)
-
-
-def test_a_number_of_tokens_is_enough_for_a_plan(capsys: Capture) -> None:
-    assert init("--tokens", "15B", "--per-hour", "20") == 0
-    printed = capsys.readouterr().out
-    assert "model    gpt2_1b, " in printed and "at $20.00 an hour" in printed
-    assert "  preset: gpt2_1b\n  vocabulary: auto\n" in printed
-    assert not Path("run.yaml").exists()
-
-
-def test_the_verb_of_before_is_refused_with_the_command(
-    capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["refocused"])
-    assert run_command("prepare_data", ["recommend", "tokens"]) == 2
-    assert "recommend is now refocused init --data" in capsys.readouterr().err
-
-
-def test_a_folder_of_text_leads_to_tokenize_with_the_tokenizer_that_was_given(
-    capsys: Capture,
-) -> None:
-    Path("web").mkdir()
-    Path("web/a.txt").write_text("text")
-    assert init("--data", "web", "--tokenizer", "gpt2", "--bpe-folder", "my bpe") == 1
-    error = capsys.readouterr().err
-    assert "web: no token files; it holds 1 .txt file. Tokenize them: " in error
-    assert "tokenize web --out data/tokens --tokenizer gpt2 --bpe-folder 'my bpe'; " in error
-    assert not Path("run.yaml").exists()
-
-
 def test_the_folder_of_the_tokenizer_s_files_stays(
     capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -227,38 +166,6 @@ def test_a_copy_of_a_shipped_run_file_is_the_same_run_under_its_own_name(
     lines = [number for number, line in enumerate(text.splitlines(), 1) if "YOUR-BUCKET" in line]
     said = capsys.readouterr().out
     assert ("Set your bucket" in said) == bool(lines) and all(str(one) in said for one in lines)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("mine.yaml", "Name the token files with --data DIR_OR_URL, or their number with --tok"),
-        ("--from demos mine.yaml", "no file demos.yaml. Did you mean demo?"),
-        ("--from demo old.yaml", "old.yaml exists. Name another file, or overwrite it with --fo"),
-        ("--from demo no/x.yaml", "no/x.yaml: there is no folder no. Make it first."),
-        ("--from demo .x.yaml", "run.name = '.x' (from the file's name): a run's name is letters"),
-        ("--data tokens --gpus 1 m;n.yaml", "a run's name is letters"),
-        ("--data tokens --budget 5", "--budget needs --per-hour USD, the price of the machine."),
-        ("--from demo --gpus 2 x.yaml", "--gpus has no effect with --from, which copies a run f"),
-        ("--from demo --pad-id 0 x.yaml", "--pad-id has no effect with --from"),
-        ("--data none", "There is no folder 'none'. To make token files of texts: "),
-        ("--tokens 1e9 --gpu A9", "--gpu 'A9' is not a known GPU"),
-        ("--tokens 1e9 --preset gpt5", "no file gpt5.json"),
-        ("x.yaml --tokens 1e9", "FILE has no effect with --tokens"),
-        ("--tokens 1e9 --preset demo_gpt2 --sequence-length 512", "up to 256"),
-        ("--tokens 100", "no whole sequence"),
-        ("--tokens 8000 --preset gpt2_124m --epochs 1", "less than one step of 8"),
-        ("--tokens 1e10 --mfu 40", "utilization 4000.0%: give a share of the peak"),
-    ],
-)
-def test_what_cannot_be_written_is_refused_and_changes_nothing(
-    words: str, message: str, capsys: Capture
-) -> None:
-    Path("old.yaml").write_text("mine: true\n")
-    assert init(*words.split()) == 2
-    assert message in capsys.readouterr().err
-    assert {path.name for path in Path().iterdir()} == {"tokens", "old.yaml"}
-    assert Path("old.yaml").read_text() == "mine: true\n"
 
 
 @pytest.mark.parametrize(

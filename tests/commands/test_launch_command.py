@@ -1,28 +1,32 @@
-import dataclasses
+import math
+import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from commands.run_samples import TINY_RUN
 from ranks import write_tokens
 
-from refocused.bucket.folder import DirectoryBucket
 from refocused.commands import launch
-from refocused.config.data import DataConfig
+from refocused.commands.launch import (
+    HURRIED_SECONDS,
+    LAST_RANKS_SECONDS,
+    StopSignals,
+    deadline,
+    judge,
+)
 from refocused.config.load_run import load_run
-from refocused.data.manifest.shard_manifest import build_manifest, write_manifest
 from refocused.doctor import early
 from refocused.doctor.early import place_problems
 from refocused.monitor.sampler import gpu_reader
 from refocused.monitor.sampler.gpu_reader import NoGpusError
-from refocused.monitor.sampler.machine_readings import FreeMemory
 from refocused.system.errors import ExitCode
-from refocused.system.processes import this_process
+from refocused.system.processes import ProcessIdentity, this_process
 from refocused.train.lifecycle.launch_session import RankNote
 
 
@@ -93,82 +97,6 @@ def test_a_launch_ends_where_the_driver_hangs(
     assert "The NVIDIA driver did not answer" in capsys.readouterr().err
 
 
-def tokens(folder: Path, *, largest: int) -> Path:
-    write_tokens(folder, shards=1, tokens=1000, vocabulary=largest + 1)
-    np.save(folder / "last.npy", np.full(1000, largest, np.uint16))
-    return folder
-
-
-def prepared(folder: Path, *, largest: int) -> None:
-    """Make data whose manifest knows the largest id of each file; the last one has it."""
-    bucket = DirectoryBucket(tokens(folder, largest=largest))
-    found = build_manifest(bucket, DataConfig(source=str(folder)), cache_file=None)
-    known = [dataclasses.replace(one, max_id=9) for one in found.shards]
-    known[0] = dataclasses.replace(known[0], max_id=largest)
-    write_manifest(bucket, dataclasses.replace(found, shards=tuple(known)))
-
-
-LARGE = "run.device=auto model.preset=gpt2_124m"
-MISTAKES: dict[str, tuple[str, str]] = {
-    "restarts": ("--restarts -1", "argument --restarts: -1: expected 0 or more"),
-    "an option": ("--learning-rate 3", "unrecognized arguments"),
-    "a number": ("--grace soon", "--grace"),
-    "two run files": ("--config=test", "error: --config is given twice (tiny.yaml, then test). Ke"),
-    "a setting": ("optimizer.lrr=1", "Did you mean optimizer.lr?"),
-    "ids of a tokenizer": ("model.vocabulary=9 data.tokenizer=gpt2", "= 9 is less than the 50257"),
-    "nowhere": ("data.source=nowhere", "data.source: nowhere: the folder does not exist"),
-    "another cloud": ("data.source=az://x/y", "data.source: 'az://x/y' is not a bucket this"),
-    "a mirror": (
-        "checkpoint.mirror=s3://x",
-        "checkpoint.mirror: 's3://x' is not the address of a bu",
-    ),
-    "one of two": (
-        "data.source=null data.mixture={a: {source: nowhere, weight: 1}}",
-        "data.mixture.a: nowhere: the folder does not exist",
-    ),
-    "an empty folder": ("data.source=empty", "data.source: empty: no token files; it holds no fi"),
-    "ids": ("data.source=large", "last.npy has the id 600, and the model has ids up to"),
-    "ids in a manifest": ("data.source=prepared", "last.npy has the id 600, and the model has"),
-    "no GPU": ("run.device=cuda", "run.device is cuda, and the NVIDIA driver lists no GPU on this"),
-    "no key": ("data.source=gs://bucket/x --gcs-credentials no.json", "no.json cannot be read: No"),
-    "memory": (
-        "model.preset=gpt2_1b batch.micro_batch_size=8 model.sequence_length=2048",
-        "10.0 GB of 10.0 GB are free. Use a machine with",
-    ),
-    "a CPU": (LARGE, "124 M parameters on the CPU"),
-    "four on it": (f"RANKS=4 {LARGE}", "124 M parameters on the CPU"),
-    "many ranks": (f"RANKS=x {LARGE}", "RANKS=x is not a whole number of at least 1"),
-}
-
-
-@pytest.mark.parametrize("case", MISTAKES)
-def test_a_mistake_that_is_known_at_once_starts_no_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], case: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://localhost:1")
-    monkeypatch.setattr(launch, "Supervisor", None)  # nothing can be started
-    monkeypatch.setattr(launch, "gpu_capabilities", lambda: [])
-    monkeypatch.setattr(early, "memory_now", lambda: FreeMemory(10**10, 10**10, 0))
-    Path("tiny.yaml").write_text(TINY_RUN)
-    Path("empty").mkdir()
-    tokens(Path("tokens"), largest=511)
-    (tokens(Path("large"), largest=600) / "shard_000.npy").unlink()
-    prepared(Path("prepared"), largest=600)
-    typed, message = MISTAKES[case]
-    words = typed.split(" ", 1 if "mixture" in typed else -1)
-    if words[0].startswith("RANKS="):
-        monkeypatch.setenv("RANKS", words.pop(0)[len("RANKS=") :])
-    try:
-        code = launch.main(["--config", "tiny.yaml", *words])
-    except SystemExit as ended:
-        code = int(str(ended.code))
-    assert code == ExitCode.WRONG_USE
-    told = capsys.readouterr().err
-    assert message in told and told.count("error: ") == 1
-    assert not Path("runs").exists()
-
-
 @pytest.mark.parametrize(
     ("answer", "refused"),
     [
@@ -195,7 +123,7 @@ def test_only_a_name_that_does_not_exist_refuses_a_bucket(
     monkeypatch.delenv("https_proxy", raising=False)
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
     Path("tiny.yaml").write_text(TINY_RUN)
-    tokens(Path("tokens"), largest=511)
+    write_tokens(Path("tokens"), shards=1, tokens=1000, vocabulary=512)
     loaded = load_run("tiny.yaml", [f"{key}={url}"])
     found = place_problems(loaded)
     assert list(found) == ([key] if refused else [])
@@ -215,7 +143,7 @@ def test_a_tracker_without_its_package_is_refused_before_training(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not installed
     Path("tiny.yaml").write_text(TINY_RUN)
-    tokens(Path("tokens"), largest=511)
+    write_tokens(Path("tokens"), shards=1, tokens=1000, vocabulary=512)
     assert not place_problems(load_run("tiny.yaml"))
     assert launch.main(["--config", "tiny.yaml", "tracking.wandb=p", "run.device=cpu"]) == 2
     told = f"{sys.executable} -m pip install wandb, or leave the setting out.\n"
@@ -303,3 +231,80 @@ def test_a_run_that_hung_has_its_own_exit_code_and_is_restarted(
     assert verdict.crashed == restarts
     stopped = launch.judge(notes, launcher_code=247, signals=1, killed=False, hang=hang)
     assert not stopped.crashed
+
+
+@pytest.mark.parametrize(
+    ("signals", "facts", "ends"),
+    [
+        ((), {}, math.inf),
+        ((100.0,), {}, 400.0),
+        ((100.0, 110.0), {}, 110.0 + HURRIED_SECONDS),
+        ((100.0, 395.0), {}, 400.0),  # a second one never gives more time
+        ((100.0, 110.0, 111.0), {}, 111.0),
+        ((), {"abandoned": 50.0}, 350.0),
+        ((), {"rank_ended": 50.0}, 50.0 + LAST_RANKS_SECONDS),
+        ((100.0,), {"rank_ended": 120.0}, 120.0 + LAST_RANKS_SECONDS),
+    ],
+)
+def test_the_grace_ends_with_what_was_seen(
+    signals: tuple[float, ...], facts: dict[str, float], ends: float
+) -> None:
+    assert deadline(signals, grace_seconds=300.0, **facts) == ends
+
+
+@pytest.mark.parametrize(("pause", "counted"), [(0.29, 1), (0.31, 2)])
+def test_the_two_signals_of_a_closing_terminal_count_as_one(
+    pause: float, counted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = iter([100.0, 100.0 + pause])
+    monkeypatch.setattr(time, "monotonic", lambda: next(times))
+    signals = StopSignals()
+    signals.receive(signal.SIGINT)
+    signals.receive(signal.SIGHUP)
+    assert (len(signals.times), signals.times[0]) == (counted, 100.0)
+
+
+def note(rank: int, exit_code: int | None = None, **facts: Any) -> RankNote:
+    process = ProcessIdentity(pid=1, started=1)
+    told = {"run": "r", "training": True} | facts
+    return RankNote(rank=rank, process=process, exit_code=exit_code, **told)
+
+
+GONE = [note(0, 130, reason="PARENT_GONE"), note(1, 130)]
+WAITING = [note(0, training=False), note(1, training=False)]
+CASES: list[tuple[list[RankNote], dict[str, Any], int, bool, str]] = [
+    # notes, launcher code and signals, then: code, crashed, text
+    ([note(0, 1), note(1, 1)], {}, 1, True, ""),  # they have said why
+    (
+        [note(0, 1), note(1)],
+        {"launcher_code": 247},
+        1,
+        True,
+        "Rank 1 was killed by SIGKILL, usually",
+    ),
+    ([note(0), note(1)], {"launcher_code": 245}, 1, True, "Ranks 0, 1 were killed by SIGSEGV; it"),
+    ([note(0), note(1, 1)], {"launcher_code": 1}, 1, True, "Rank 0 was killed, usually"),
+    (GONE, {"launcher_code": -9}, 130, True, ""),  # the launcher's end: a crash that was saved
+    (GONE, {"launcher_code": -15, "signals": 1}, 130, False, ""),
+    (WAITING, {"signals": 1}, 130, False, "Stopped before training began; nothing was changed."),
+    ([note(0), note(1)], {"signals": 1}, 1, False, "Ranks 0, 1 ended without saving"),
+    ([], {"launcher_code": 0}, 1, True, "deepspeed exited with 0 before any rank started"),
+    ([], {"launcher_code": -9}, 1, True, "deepspeed exited with -9 before any rank started"),
+    ([], {"launcher_code": 2}, 2, False, ""),
+    ([], {"launcher_code": 1}, 1, False, "deepspeed exited with 1 before any rank started"),
+]
+for code in (0, 2, 4, 5, 130):  # what rank 0 ended with is the truth
+    ended = [note(0, code), note(1, code)]
+    CASES += [(ended, {"launcher_code": launcher}, code, False, "") for launcher in (0, 1, code)]
+    CASES.append((ended, {"signals": 1, "killed": True}, code, False, ""))
+
+
+@pytest.mark.parametrize(("notes", "facts", "code", "crashed", "text"), CASES)
+def test_the_end_of_a_launch(
+    notes: list[RankNote], facts: dict[str, Any], code: int, crashed: bool, text: str
+) -> None:
+    verdict = judge(
+        notes, **{"launcher_code": 1, "signals": 0, "killed": False, "hang": None, **facts}
+    )
+    assert (verdict.code, verdict.crashed) == (code, crashed)
+    assert verdict.text.startswith(text) if text else not verdict.text

@@ -27,65 +27,6 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WatchedRun:
     return run
 
 
-def test_a_run_elsewhere_is_shown_from_its_bucket(run: WatchedRun, capsys: Capture) -> None:
-    run.mirror(mirrored=[900])
-    for path in (*run.folder.glob("*.json"), *run.folder.glob("logs/*.jsonl")):
-        copy = Path("mirror", "far", "logs", "host7", path.name)
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        copy.write_bytes(path.read_bytes())
-    assert monitor.main(["far", "--bucket", "mirror", "--once"]) == 0
-    out = capsys.readouterr().out
-    assert out.startswith(" one  ") and "step 1,000/2,000" in out and "48.4/79.6" in out
-    assert " saved 900  at risk 100 steps" in out
-    assert monitor.main(["--bucket", "mirror"]) == 2
-    assert "--bucket needs the name of a run" in capsys.readouterr().err
-
-
-def test_each_form_shows_the_runs_that_are_asked_for(run: WatchedRun, capsys: Capture) -> None:
-    older = new_run(Path("runs"), "older")
-    older.begin(run="older", status="finished", exit_code=0)
-    os.utime(older.folder / "state.json", (1, 1))
-    assert monitor.main(["--once"]) == 0  # the one that changed last
-    out = capsys.readouterr().out
-    assert out.startswith(" one  TRAINING  step 1,000/2,000 50.0%")
-    assert "saved nothing" in out  # its checkpoints have no manifest
-    assert "48.4/79.6" in out and "older" not in out and "\x1b" not in out
-    assert monitor.main(["--list"]) == 0
-    rows = capsys.readouterr().out.splitlines()
-    assert [row.split()[0] for row in rows] == ["one", "older"]
-    assert monitor.main(["--json", "one", "older"]) == 0
-    records = json.loads(capsys.readouterr().out)
-    assert [record["status"] for record in records] == ["training", "finished"]
-    for name, status in (("one", "TRAINING"), ("runs/one", "TRAINING"), ("soon", "STARTING")):
-        assert monitor.main(["--wait", "--once", name]) == 0
-        assert status in capsys.readouterr().out.splitlines()[0]
-    assert monitor.main(["onne"]) == 2
-    assert capsys.readouterr().err.startswith("error: onne: no such folder, and no runs/onne. ")
-    assert monitor.main(["--collect", "one", "two"]) == 2
-    assert "one folder" in capsys.readouterr().err
-    assert monitor.main(["--collect", "--bucket", "x", "one"]) == 2
-    assert "--bucket has no effect with --collect." in capsys.readouterr().err
-    for wrong, said in {
-        "--once --web": "--once and --web exclude each other. Keep one",
-        "--page x.html --summary": "--summary and --page exclude each other",
-        "--list --collect": "--list and --collect exclude each other",
-        "--web 99999": "'99999': a port is from 1 to 65535",
-        "--web 0": "'0': expected a whole number of at least 1",
-    }.items():
-        with pytest.raises(SystemExit):
-            monitor.main(["one", *wrong.split()])
-        assert said in capsys.readouterr().err
-
-
-def test_without_any_run_no_option_is_named_that_is_not_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert monitor.main([]) == 2
-    said = capsys.readouterr().err
-    assert "No run in " in said and "--" not in said
-
-
 @pytest.mark.parametrize(
     ("state", "expected"),
     [

@@ -81,46 +81,6 @@ def test_another_process_that_got_the_pid_is_not_killed() -> None:
         child.kill()
 
 
-def test_a_run_of_another_machine_gets_a_wish_and_nothing_else(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    run = run_with(host="node-7")
-    assert stop(run, "--now") == 2
-    assert not (run / "STOP").exists()
-    assert stop(run) == 0
-    assert (run / "STOP").exists()
-    assert "node-7" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("state", "code", "told"),
-    [
-        ({"status": "finished"}, 1, "the run is not running (status: finished)."),
-        ({"pid": "ended"}, 1, "the run is not running (status: training)."),
-        (None, 2, "has no state.json: no run has started there."),
-        (b"", 2, "state.json (it is empty)"),
-        (b'{"status": "trai', 2, "touch runs/sample/STOP` makes it save and stop."),
-        (b"[1]", 2, "state.json (it is torn, or no JSON object)"),
-    ],
-)
-def test_a_run_that_cannot_be_stopped_is_left_alone(
-    state: dict[str, object] | bytes | None,
-    code: int,
-    told: str,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    if isinstance(state, dict):
-        run_with(**(state | {"pid": ended_pid()} if "pid" in state else state))
-    else:
-        RUN.mkdir(parents=True)
-        if state is not None:
-            (RUN / "state.json").write_bytes(state)
-    assert stop(RUN) == code
-    assert not (RUN / "STOP").exists()
-    said = capsys.readouterr().err
-    assert str(RUN) in said and told in said
-
-
 def test_it_waits_until_the_run_says_that_it_has_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     run, looks = run_with(), []
 

@@ -1,5 +1,4 @@
 import logging
-import re
 import subprocess
 import sys
 import threading
@@ -136,21 +135,6 @@ def test_printed_settings_load_back_and_need_no_torch(
     assert load_run("resolved.yaml").config == load_run("tiny.yaml", settings).config
     monkeypatch.setenv("RANK", "1")
     assert (train.main(typed), capsys.readouterr().out) == (0, "")  # only rank 0 prints
-
-
-def test_settings_are_explained(capsys: Capture) -> None:
-    assert train.main(["--settings", "head_chunk"]) == 0
-    assert capsys.readouterr().out == (
-        "model.head_chunk_tokens (default: 2048)\n    whole number from 1\n"
-        "    Tokens whose logits are in memory at once.\n"
-        "    Example: model.head_chunk_tokens=4096\n"
-    )
-    for words in ("learning", "Learning rate"):  # in the descriptions only
-        assert train.main(["--settings", words]) == 0
-        names = re.findall(r"^(\S+) \(", capsys.readouterr().out, re.M)
-        assert {"optimizer.lr", "schedule.min_lr_ratio"} <= {*names} and "run.steps" not in names
-    assert train.main(["--settings", "nothing_like_it"]) == 2
-    assert "No setting's name or description contains 'nothing_like_it'." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -340,15 +324,6 @@ def test_the_command_to_go_on_names_a_run_that_was_started_beside_another(run: s
     assert found == f"{TRAIN} --run b run.steps=60"
     loaded = train.load(arguments := train.read_arguments(typed))
     assert (loaded.config.run.name, arguments.parent) == ("b", "a" if run else "demo")
-
-
-@pytest.mark.parametrize("typed", ["", "--resume none", "--resume 4 --resume-or-start"])
-def test_a_new_run_needs_the_checkpoint_it_starts_from(
-    typed: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        train.read_arguments([*TYPED, "--as", "b", *typed.split()])
-    assert "--as needs the checkpoint to start from: --resume STEP" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

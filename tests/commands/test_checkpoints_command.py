@@ -1,22 +1,147 @@
-"""`checkpoints download`, `upload`, `prune`: what is moved or removed, and what is kept."""
+"""`checkpoints`: what is found, moved, removed and kept; the transcript shows what it prints."""
 
-import io
+import json
 import shutil
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from checkpoints.step_samples import flip_byte, make_step
+from checkpoints.step_samples import flip_byte, reseal
 from checkpoints.two_machines import Machines
-from commands.run_samples import SampleRun, Terminal
+from commands.run_samples import SampleRun
 from fakes import Emulator
+from ranks import ROOT
 from thread_ranks import results
 
 from refocused.checkpoints.mirror.mirror import MirrorFiles
 from refocused.checkpoints.step.checkpoint_directory import checkpoint_paths, read_checkpoint
 from refocused.checkpoints.step.checkpoint_manifest import COMMITTED
-from refocused.checkpoints.step.staging import remove_checkpoint, set_aside
+from refocused.checkpoints.step.staging import remove_checkpoint, set_aside, write_manifest
 from refocused.checkpoints.step.verify import verify
+from refocused.system.errors import CheckpointError
 from refocused.system.locks import FileLock
+
+
+def test_the_steps_of_either_place_and_of_a_run_only_in_a_bucket(sample_run: SampleRun) -> None:
+    def steps(*options: object) -> list[tuple[int, str]]:
+        found = sample_run.command_json("list", *options)["steps"]
+        return [(step["step"], step["bucket"]) for step in found]
+
+    assert sample_run.command("list")[1].startswith("No checkpoints in runs/one/checkpoints.\n")
+    sample_run.mirror(sample_run.save(10))
+    sample_run.save(20)
+    assert steps("--local") == [(10, "-"), (20, "-")]
+    assert steps("--remote") == [(10, "ok")]
+    MirrorFiles(sample_run.folder).status.unlink()
+    assert steps() == [(10, "-"), (20, "-")]
+    settings = f"run: {{name: one}}\ncheckpoint: {{mirror: {sample_run.bucket}}}\n"
+    (sample_run.folder / "run.yaml").write_text(settings)
+    assert steps() == [(10, "ok"), (20, "-")]
+    sample_run.folder.rename("elsewhere")
+    assert steps("--run", "one", "--bucket", sample_run.bucket) == [(10, "ok")]
+
+
+def test_the_script_runs_from_any_folder_and_loads_no_torch(sample_run: SampleRun) -> None:
+    sample_run.save(10)
+    command = [sys.executable, "-X", "importtime", ROOT / "launch" / "checkpoints.py", "list"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[1].startswith("10 ")
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "refocused.checkpoints.resume.catalog" in imported
+    assert not imported & {"torch", "google.cloud.storage", "checkpoints"}
+
+
+def test_control_characters_of_a_foreign_manifest_are_escaped(sample_run: SampleRun) -> None:
+    step = sample_run.save_readable(10)
+    write_manifest(step.path, step.manifest.model_copy(update={"run": "\x1b]52;c;cHduZWQ=\x07"}))
+    code, out, _ = sample_run.command("info", "10")
+    assert code == 0 and "by run \\x1b]52;c;cHduZWQ=\\x07" in out
+    assert "\x1b" not in out and "\x07" not in out
+    error = CheckpointError("saved by run \x1b[2J\nand another line")
+    assert str(error) == "saved by run \\x1b[2J\nand another line"
+
+
+SHARD = "zero/zero_pp_rank_1_mp_rank_00_optim_states.pt"
+
+
+def other_manifest(step: Path) -> None:
+    content = json.loads((step / COMMITTED).read_text())
+    (step / COMMITTED).write_text(json.dumps(content | {"manifest_crc32c": 1}))
+
+
+@pytest.mark.parametrize(
+    ("place", "damage", "problem", "is_deep"),
+    [
+        ("local", lambda step: flip_byte(step / "run.yaml"), "run.yaml has CRC-32C", True),
+        ("local", lambda at: reseal(at, SHARD, b"no states"), f"{SHARD} cannot be loaded", False),
+        ("local", lambda at: reseal(at, "trainer.json", b'{"step": 9}'), "of step 9, not", False),
+        *(
+            ("local", lambda step, file=file: (step / file).unlink(), file, False)
+            for file in ("manifest.json", "trainer.json", "ranks/rank_00001.pt")
+        ),
+        *(
+            ("bucket", lambda step, file=file: (step / file).unlink(), f"{file} is missing", False)
+            for file in ("manifest.json", "trainer.json")
+        ),
+        ("bucket", lambda step: (step / COMMITTED).write_text(""), "COMMITTED is unusable", False),
+        ("bucket", other_manifest, "but COMMITTED says 00000001", False),
+        ("bucket", lambda step: flip_byte(step / "model.json"), "model.json has CRC-32C", True),
+        (
+            "bucket",
+            lambda at: (at / "zero/x").touch(),
+            "zero/x exists but is not in the man",
+            False,
+        ),
+    ],
+)
+def test_an_object_lost_or_spoilt_after_the_marker_is_named(
+    sample_run: SampleRun, place: str, damage: Callable[[Path], None], problem: str, is_deep: bool
+) -> None:
+    step = sample_run.save(10)
+    if place == "bucket":
+        sample_run.mirror(step)
+    sample_run.save(20)
+    damage(step.path if place == "local" else sample_run.there(10))
+    deep = ["--deep"] if is_deep else []
+    assert sample_run.command("verify", "10")[0] == (0 if is_deep else 3)
+    code, out, _ = sample_run.command("verify", "all", *deep)
+    assert code == 3
+    assert f"  {place:<6} " in out and problem in out
+    assert "1 of 2 checkpoints are whole" in out
+    assert sample_run.command("verify", "20", *deep)[0] == 0
+    [check] = sample_run.command_json("verify", "10", *deep, code=3)
+    assert (check[place], check["whole"]) == ("broken", False)
+    [found] = check[f"{place}_problems"]
+    assert f"{found['file']} {found['problem']}".find(problem) >= 0
+    if place == "bucket":
+        assert check["local"] == "ok"
+        assert sample_run.command("verify", "10", *deep, "--local")[0] == 0
+
+
+def test_another_save_of_the_same_step_in_the_bucket_is_found(sample_run: SampleRun) -> None:
+    step = sample_run.save(10)
+    sample_run.mirror(step)
+    remove_checkpoint(step.path)
+    sample_run.save(10, seed=99, created="2026-11-28T00:00:00Z")
+    code, out, _ = sample_run.command("verify", "10")
+    assert code == 3
+    assert "belongs to another save of this step than the local one" in out
+
+
+def test_a_copy_still_under_way_is_wrong_only_when_nothing_else_is_whole(
+    sample_run: SampleRun,
+) -> None:
+    step = sample_run.save(10)
+    sample_run.mirror(step)
+    sample_run.there(10, COMMITTED).unlink()
+    sample_run.there(10, "run.yaml").unlink()
+    [check] = sample_run.command_json("verify", "10")
+    assert (check["local"], check["bucket"], check["whole"]) == ("ok", "85 %", True)
+    remove_checkpoint(step.path)
+    [check] = sample_run.command_json("verify", "10", code=3)
+    assert (check["local"], check["bucket"], check["whole"]) == ("-", "85 %", False)
 
 
 def test_a_step_is_downloaded_verified_into_the_run(sample_run: SampleRun) -> None:
@@ -39,32 +164,6 @@ def test_a_step_is_downloaded_verified_into_the_run(sample_run: SampleRun) -> No
     assert sample_run.local_steps() == [10000]
 
 
-def test_a_step_that_is_here_is_not_downloaded_unless_a_byte_is_wrong(
-    sample_run: SampleRun,
-) -> None:
-    step = sample_run.save(10)
-    sample_run.mirror(step)
-    assert sample_run.command_json("download", "latest")["downloaded"] is False
-    flip_byte(step.path / "trainer.json")
-    content = sample_run.command_json("download", "checkpoint_step_10")
-    assert (content["downloaded"], content["bytes"]) == (True, 7000)
-    assert verify(step, deep=True) == []
-
-
-def test_another_folder_can_be_named_and_keeps_what_it_has(sample_run: SampleRun) -> None:
-    sample_run.mirror(sample_run.save(10), keep=False)
-    sample_run.mirror(sample_run.save(20), keep=False)
-    other = make_step(Path("copies"), 10, seed=99)
-    assert sample_run.command("download", "latest", "--to", "copies")[0] == 0
-    assert sample_run.local_steps() == []
-    assert verify(read_checkpoint(Path("copies/checkpoint_step_20")), deep=True) == []
-    code, _, err = sample_run.command("download", "10", "--to", "copies")
-    assert code == 1
-    assert "exists and is not a copy of" in err
-    assert verify(other, deep=True) == []
-    assert sample_run.command_json("download", "20", "--to", "copies")["downloaded"] is False
-
-
 def test_an_upload_completes_what_is_missing_newest_first(sample_run: SampleRun) -> None:
     sample_run.mirror(sample_run.save(10))
     interrupted = sample_run.save(20)
@@ -79,21 +178,6 @@ def test_an_upload_completes_what_is_missing_newest_first(sample_run: SampleRun)
         sample_run.there(20, "trainer.json").read_bytes()
         == (interrupted.path / "trainer.json").read_bytes()
     )
-
-
-def test_a_step_damaged_here_fails_and_does_not_keep_the_others_back(sample_run: SampleRun) -> None:
-    sample_run.mirror(sample_run.save(5), keep=False)
-    sample_run.save(10)
-    flip_byte(sample_run.save(20).path / "trainer.json")
-    (sample_run.save(30).path / "model.json").unlink()
-    content = sample_run.command_json("upload", "all", code=1)
-    assert content["uploaded"] == [10]
-    assert "trainer.json has CRC-32C" in content["failed"]["20"]
-    assert "model.json is missing" in content["failed"]["30"]
-    assert not sample_run.there(20, COMMITTED).exists()
-    code, _, err = sample_run.command("upload", "5")
-    assert code == 1
-    assert "there is nothing to upload" in err
 
 
 def test_an_upload_does_not_work_beside_the_runs_mirror(sample_run: SampleRun) -> None:
@@ -208,38 +292,6 @@ def test_what_the_mirror_lacks_is_never_removed(sample_run: SampleRun) -> None:
     assert (code, out) == (1, "")
     assert "does not exist" in err
     assert sample_run.local_steps() == [20, 30, 40, 50, 60]
-
-
-@pytest.mark.parametrize(
-    ("options", "typed", "code", "printed", "left"),
-    [
-        ("--dry-run", None, 0, "1 of 3 checkpoints, 7.0 kB would be removed\n", [10, 20, 30]),
-        ("", io.StringIO("y\n"), 2, "add --yes or --dry-run", [10, 20, 30]),
-        ("", Terminal("y\n"), 0, "Continue? [y/N] ", [20, 30]),
-        (
-            "",
-            Terminal("\n"),
-            1,
-            "This will remove 1 of 3 checkpoints, 7.0 kB in runs/one/",
-            [10, 20, 30],
-        ),
-    ],
-)
-def test_nothing_goes_unless_somebody_agrees(
-    sample_run: SampleRun,
-    monkeypatch: pytest.MonkeyPatch,
-    options: str,
-    typed: io.StringIO | None,
-    code: int,
-    printed: str,
-    left: list[int],
-) -> None:
-    sample_run.save_all(10, 20, 30)
-    monkeypatch.setattr("sys.stdin", typed)
-    found, out, err = sample_run.command("prune", "--keep", "2", *options.split())
-    assert found == code
-    assert printed in out + err
-    assert sample_run.local_steps() == left
 
 
 def test_in_the_bucket_the_same_stay_and_what_is_on_its_way_too(sample_run: SampleRun) -> None:
