@@ -102,10 +102,11 @@ _REMOVED = {  # by DeepSpeed 0.19 (`runtime/config.py`)
 
 
 def read_fragment(file: Path) -> dict[str, Any]:
-    """Read a file of DeepSpeed settings; `fragment_problems` checks them.
+    """Read a file of DeepSpeed settings.
 
     Raises:
-        ConfigError: The file is not a JSON object, or has a key twice.
+        ConfigError: It is not a JSON object, has a key twice, or a setting that is unknown, wrong
+            or belongs in the run file; a line for each.
     """
     try:
         content = parse_json(file.read_bytes(), unique_names=True)
@@ -113,23 +114,16 @@ def read_fragment(file: Path) -> dict[str, Any]:
         raise ConfigError(f"{file}: not JSON: {error}.") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{file}: expected an object of DeepSpeed settings.")
-    return content
-
-
-def fragment_problems(content: Mapping[str, Any]) -> list[str]:
-    """Return the problems of a file of DeepSpeed settings, one line each."""
     try:
-        _Fragment.model_validate(content)
+        return _Fragment.model_validate(content).model_dump(exclude_unset=True, exclude_none=True)
     except pydantic.ValidationError as failure:
         problems = []
-        for error in failure.errors():
-            name = ".".join(str(part) for part in error["loc"])
-            if error["type"] == "extra_forbidden":
-                problems.append(f"{name} {_refusal(name, error['loc'])}")
-            else:
-                problems.append(f"{name} = {json.dumps(error['input'])}: {wanted(error)}")
-        return problems
-    return []
+        for found in failure.errors():
+            name, problem = ".".join(map(str, found["loc"])), f"= {json.dumps(found['input'])}: "
+            is_unknown = found["type"] == "extra_forbidden"
+            problem = _refusal(name, found["loc"]) if is_unknown else problem + wanted(found)
+            problems.append(f"{file}: {name} {problem}")
+        raise ConfigError("\n".join(problems)) from None
 
 
 def _refusal(name: str, path: tuple[int | str, ...]) -> str:
@@ -171,12 +165,12 @@ def deepspeed_config(
 ) -> dict[str, Any]:
     """Return the configuration for `deepspeed.initialize`; optimizer and schedule are our objects.
 
-    `parameters` counts the whole model with padding; `fragment` is the content of a file of
-    `config/deepspeed/`, or empty. The ranks on this node matter to `zero.partition: node`.
+    `parameters` counts the whole model with padding; `fragment` is what `read_fragment` returns, or
+    empty. The ranks on this node matter to `zero.partition: node`.
 
     Raises:
-        ConfigError: The fragment has a setting of the run file or an unknown one, or the nodes
-            cannot partition the weights.
+        ConfigError: The fragment is for an offload that the run does not have, or the nodes cannot
+            partition the weights.
     """
     ranks = batch.world_size
     if zero.partition == "node" and (ranks_here in (1, ranks) or ranks % ranks_here):
@@ -184,10 +178,8 @@ def deepspeed_config(
             f"zero.partition=node needs several nodes with the same number of ranks, at least 2; "
             f"here are {ranks_here} of {ranks:,} ranks. Set zero.partition=world."
         )
-    problems = fragment_problems(fragment) or idle_offloads(fragment, zero=zero)
-    if problems:
+    if problems := idle_offloads(fragment, zero=zero):
         raise ConfigError("\n".join(problems))
-    checked = _Fragment.model_validate(fragment).model_dump(exclude_unset=True, exclude_none=True)
     generated: dict[str, Any] = {
         "train_batch_size": batch.micro_batch_size * batch.gradient_accumulation_steps * ranks,
         "train_micro_batch_size_per_gpu": batch.micro_batch_size,
@@ -218,7 +210,7 @@ def deepspeed_config(
         # Sum gradients in float32: summing 16 micro-batches in bf16, DeepSpeed's default, loses
         # half of its 8 bits. Stage 0 has no float32 sums.
         generated["data_types"] = {"grad_accum_dtype": "fp32"}
-    return _merged(generated, checked)
+    return _merged(generated, fragment)
 
 
 def reduce_bucket_elements(parameters: int) -> int:

@@ -6,16 +6,16 @@ import json
 import math
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 import pydantic
 from pydantic_core import ErrorDetails
 
 from refocused.config import shipped_files, yaml_source
 from refocused.config.consistency import Misfit, check_run, check_shape
-from refocused.config.deepspeed import fragment_problems, idle_offloads, read_fragment
+from refocused.config.deepspeed import idle_offloads, read_fragment
 from refocused.config.model_shape import ModelShape, load_shape
 from refocused.config.outputs import without_secrets
 from refocused.config.run_config import RunConfig
@@ -23,6 +23,7 @@ from refocused.config.section import CountOrZero, as_yaml
 from refocused.config.setting_help import RENAMED, SECTIONS, settings_in, unknown_name, wanted
 from refocused.system.errors import ConfigError, did_you_mean, local_path
 
+T = TypeVar("T")
 Kind = Literal["runs", "models", "deepspeed"]
 _SUFFIXES: dict[Kind, str] = {"runs": ".yaml", "models": ".json", "deepspeed": ".json"}
 _COUNT: pydantic.TypeAdapter[int] = pydantic.TypeAdapter(CountOrZero)
@@ -77,16 +78,17 @@ def load_run(
         ConfigError: The run is wrong; one line for each problem, with the place of its setting.
     """
     source = _Source(find_config("runs", file), overrides, name=name)
-    config, shape, fragment = source.decode(), source.shape(), source.fragment()
+    config, shape = source.decode(), source.read("model.preset", "models", load_shape)
+    fragment = source.read("zero.fragment", "deepspeed", read_fragment) or {}
     if config is not None and shape is not None:
         if isinstance(config.model.vocabulary, int):
             shape = shape.with_vocabulary(config.model.vocabulary)
         source.add_misfits(check_shape(config, shape))
-    if config is not None and fragment is not None:
+    if config is not None:
         idle = idle_offloads(fragment, zero=config.zero)
         source.add_misfits(Misfit("zero.fragment", problem) for problem in idle)
     source.refuse_problems()
-    assert config is not None and shape is not None and fragment is not None
+    assert config is not None and shape is not None
     return LoadedRun(config, shape, fragment, source.changes(), source.file)
 
 
@@ -173,31 +175,16 @@ class _Source:
         self.add_misfits(check_run(config))
         return config
 
-    def shape(self) -> ModelShape | None:
-        """Read the shape of `model.preset`; on failure add the problem and return None."""
-        preset = self._settings.get(("model", "preset"))
-        if preset is None or not isinstance(preset.value, str):
+    def read(self, key: str, kind: Kind, read: Callable[[Path], T]) -> T | None:
+        """Read the file that a setting names, if it is set; on failure add the problem."""
+        setting = self._settings.get(tuple(key.split(".")))
+        if setting is None or not isinstance(setting.value, str):
             return None
         try:
-            return load_shape(find_config("models", preset.value, beside=self.file))
+            return read(find_config(kind, setting.value, beside=self.file))
         except ConfigError as error:
-            self.add_misfits([Misfit("model.preset", str(error))])
+            self.add_misfits([Misfit(key, str(error))])
             return None
-
-    def fragment(self) -> dict[str, Any] | None:
-        """Read the file of `zero.fragment`; on failure add the problems and return None."""
-        name = self._settings.get(("zero", "fragment"))
-        if name is None or not isinstance(name.value, str):
-            return {}
-        try:
-            file = find_config("deepspeed", name.value, beside=self.file)
-            fragment = read_fragment(file)
-        except ConfigError as error:
-            self.add_misfits([Misfit("zero.fragment", str(error))])
-            return None
-        problems = fragment_problems(fragment)
-        self._problems += [f"{file}: {problem}" for problem in problems]
-        return None if problems else fragment
 
     def refuse_problems(self) -> None:
         """Raise one error with all problems so far, in the order of the file."""

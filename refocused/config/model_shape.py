@@ -182,9 +182,10 @@ LARGEST_WIDTH = 2**20
 LARGEST_NUMBER = 2**31 - 1
 MOST_SCALES = 16
 MOST_SETTINGS = 1_000
+RECALL = ("convolution_width", "memory_heads", "attention_every", "attention_heads")
 _MOST = {
     **dict.fromkeys(("n_layer", "num_hidden_layers"), MOST_LAYERS),
-    **dict.fromkeys(("n_embd", "hidden_size"), LARGEST_WIDTH),
+    **dict.fromkeys(("n_embd", "hidden_size", *RECALL), LARGEST_WIDTH),
 }
 
 
@@ -261,10 +262,13 @@ def _problems(settings: Mapping[str, Any], family: Family) -> list[str]:
     required = (*basic, *family.required)
     sizes = tuple(dict.fromkeys((*required, family.ffn_width, *family.sizes)))
     problems = [f"{name} is missing." for name in required if settings.get(name) is None]
-    for name in sizes:
+    least = dict.fromkeys(sizes, 1) | dict.fromkeys(() if family.has_attention else RECALL, 0)
+    for name, lowest in least.items():
         value, most = settings.get(name), _MOST.get(name, LARGEST_NUMBER)
-        if value is not None and (type(value) is not int or value < 1):
-            problems.append(f"{name} = {value!r:.80}: expected a whole number of at least 1.")
+        if value is not None and (type(value) is not int or value < lowest):
+            problems.append(
+                f"{name} = {value!r:.80}: expected a whole number of at least {lowest}."
+            )
         elif value is not None and value > most:
             problems.append(f"{name} = {value}: expected at most {most:,}.")
     # transformers ignores unknown names and takes its defaults instead.
@@ -288,47 +292,32 @@ def _problems(settings: Mapping[str, Any], family: Family) -> list[str]:
         problems.append(
             f"scales = {scales!r:.80}: expected a list of at most {MOST_SCALES} numbers from 1."
         )
-    if not family.has_attention:
-        problems += _misfits_of_recall(settings, family)
-    if not 0 <= _rotary_fraction(settings) <= 1:
+    if settings.get("attention_every") == 1 and not family.has_attention:
+        problem = f"attention_every = 1 leaves no block of {family.mixer}."
+        problems.append(f"{problem} Set it to 2 or more, or 0.")
+    rope = settings.get("rope_parameters") or {}
+    try:  # the rotated share of heads, under the new or the old name
+        share = float(rope.get("partial_rotary_factor", settings.get("rotary_pct", 0.25)))
+    except (AttributeError, TypeError, ValueError, OverflowError):
+        share = math.nan
+    if not 0 <= share <= 1:
         problems.append("rotary_pct, or rope_parameters: expected a share from 0 to 1.")
-    if not problems and family.has_attention:
-        problems += _misfits({**family.defaults, **settings}, family)
-    return problems
-
-
-def _misfits_of_recall(settings: Mapping[str, Any], family: Family) -> Iterator[str]:
-    """Yield what is wrong with the settings of `Recall`."""
-    names = ("convolution_width", "memory_heads", "attention_every", "attention_heads")
-    values = {name: settings[name] for name in names if settings.get(name) is not None}
-    width = settings.get(family.width)
-    for name, value in values.items():
-        if type(value) is not int or not 0 <= value <= LARGEST_WIDTH:
-            yield f"{name} = {value!r:.80}: expected a whole number of at least 0."
-        elif name.endswith("heads") and value and type(width) is int and width % value:
-            yield f"{family.width} = {width} is not a multiple of {name} = {value}."
-    if values.get("attention_every") == 1:
-        yield f"attention_every = 1 leaves no block of {family.mixer}. Set it to 2 or more, or 0."
+    return problems or list(_misfits({**family.defaults, **settings}, family))
 
 
 def _misfits(values: Mapping[str, Any], family: Family) -> Iterator[str]:
-    """Yield the settings of attention that do not divide each other."""
+    """Yield what does not fit together in settings that are right by themselves."""
     heads, width, head_width = values[family.mixing], values[family.width], values.get("head_dim")
-    keys, cap = values.get("num_key_value_heads") or heads, values.get("final_logit_softcapping")
-    if head_width is None and width % heads:
-        yield f"{family.width} = {width} is not a multiple of {family.mixing} = {heads}."
-    elif "rope_parameters" in family.others and (head_width or width // heads) % 2:
+    divisors = [(family.width, "memory_heads"), (family.width, "attention_heads")]
+    if family.has_attention:
+        divisors = [(family.mixing, "num_key_value_heads")]
+        divisors += [(family.width, family.mixing)] if head_width is None else []
+    for name, divisor in divisors:
+        if (number := values.get(divisor)) and values[name] % number:
+            yield f"{name} = {values[name]} is not a multiple of {divisor} = {number}."
+    rotates = family.has_attention and "rope_parameters" in family.others
+    if rotates and (head_width or width // heads) % 2 and (head_width or width % heads == 0):
         yield f"a head is {head_width or width // heads} wide; rotary positions need an even width."
-    if heads % keys:
-        yield f"{family.mixing} = {heads} is not a multiple of num_key_value_heads = {keys}."
+    cap = values.get("final_logit_softcapping") if family.has_attention else None
     if cap is not None and (type(cap) not in (int, float) or not 0 < cap < math.inf):
         yield f"final_logit_softcapping = {cap!r:.80}: expected a number above 0, or null."
-
-
-def _rotary_fraction(settings: Mapping[str, Any]) -> float:
-    """Return the rotated share of heads, under the new or the old name; NaN if no number."""
-    rope = settings.get("rope_parameters") or {}
-    try:
-        return float(rope.get("partial_rotary_factor", settings.get("rotary_pct", 0.25)))
-    except (AttributeError, TypeError, ValueError, OverflowError):
-        return math.nan
