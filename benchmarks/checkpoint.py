@@ -217,7 +217,7 @@ class Ways:
     def _checkpointer(self) -> tuple[Checkpointer, dict[str, Any]]:
         self._step += 1
         self._engine._engine.global_steps = self._step  # checked by a save
-        checkpointer = Checkpointer(self._folder / "steps", world=self._world, facts=FACTS)
+        checkpointer = Checkpointer(self._folder / "steps", world=self._world, metadata=FACTS)
         return checkpointer, TrainState(step=self._step, position=Position(0, 0)).as_record()
 
     def _verified(self) -> dict[str, float]:

@@ -1,11 +1,46 @@
-"""Simulate a power cut: a disk loses all content that was not flushed by `fsync`."""
+"""Simulate deaths: a process that ends at a file-system call, and a disk that loses power."""
 
+import contextlib
 import os
 import stat
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+CHANGES = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.truncate", "os.utime"}
+_left: int | None = None  # changes of files before this process "dies"; None: it does not
+_is_watching = False
+
+
+class Killed(BaseException):
+    """The process is dead: each further change of a file raises this, too."""
+
+
+def _before_a_change(event: str = "os.fsync", arguments: tuple[Any, ...] = ()) -> None:
+    global _left
+    if _left is None or not (event in CHANGES or event in ("os.fsync", "open")):
+        return
+    if event == "open" and not (arguments[2] or 0) & (os.O_ACCMODE | os.O_CREAT):
+        return  # to read
+    if _left == 0:
+        raise Killed(f"{event} {arguments[:1]}")
+    _left -= 1
+
+
+@contextlib.contextmanager
+def killed_at(change: int | None) -> Iterator[None]:
+    """Kill what runs in this context at a change of a file, counted from 0, in any thread."""
+    global _is_watching, _left
+    if not _is_watching:  # a hook cannot be removed
+        sys.addaudithook(_before_a_change)
+    _is_watching, _left = True, change
+    try:
+        yield
+    finally:
+        _left = None
 
 
 class Disk:
@@ -22,6 +57,7 @@ class Disk:
         fsync = os.fsync
 
         def watched_fsync(descriptor: int) -> None:
+            _before_a_change()
             fsync(descriptor)
             status = os.fstat(descriptor)
             if stat.S_ISREG(status.st_mode):
@@ -40,8 +76,8 @@ class Disk:
 
     def _watched(self, give_name: Any) -> Any:
         def watched(source: Any, target: Any, **options: Any) -> None:
-            found = Path(source)
-            files = [found] if found.is_file() else [p for p in found.rglob("*") if p.is_file()]
+            path = Path(source)
+            files = [path] if path.is_file() else [p for p in path.rglob("*") if p.is_file()]
             if any(self._on_disk(path) != path.read_bytes() for path in files):
                 self.exposed.append(Path(target))
             give_name(source, target, **options)

@@ -88,7 +88,7 @@ def find_model(
                 f"{MANIFEST}, nor a run in {runs}. Write hub:MODEL, a folder, gs://..., or "
                 "RUN[:STEP]."
             )
-        chosen = select_checkpoint(Catalog(run / "checkpoints"), request or "latest").step
+        chosen = select_checkpoint(Catalog(run / "checkpoints"), request or "latest").checkpoint
         if chosen is None:
             raise ConfigError(f"model.start_from = {address!r}: {run} has no checkpoint yet.")
         step = chosen

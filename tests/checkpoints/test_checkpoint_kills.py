@@ -96,7 +96,7 @@ class Saves(Victim):
     def save_forever(self, world: World, folder: Path) -> None:
         history = folder.parent / "training_metrics.jsonl"
         history.parent.mkdir(parents=True, exist_ok=True)
-        checkpointer = Checkpointer(folder, world=world, facts=FACTS, history=history)
+        checkpointer = Checkpointer(folder, world=world, metadata=FACTS, history=history)
         owner = SmallShards(world.rank)
         for step in itertools.count(self.report["saved"] + 1):
             state = TrainState(step=step, tokens=step, position=Position(0, step), loss=1.0)
@@ -134,7 +134,7 @@ class Saves(Victim):
             selected = decide_together(
                 world, lambda: Catalog(folder), lambda whole: select_checkpoint(whole, "auto")
             )
-            return selected.step.step if selected.step is not None else 0
+            return selected.checkpoint.step if selected.checkpoint is not None else 0
 
         selected = self.on_ranks(select)[0]
         if selected.error is not None:  # killed during the very first save

@@ -46,12 +46,12 @@ def save(
     folder: Path,
     *,
     owner: FakeOwner | None = None,
-    facts: RunMetadata = FACTS,
+    metadata: RunMetadata = FACTS,
     world: World | None = None,
     in_background: bool = False,
     **changes: Any,
 ) -> Path:
-    checkpointer = Checkpointer(folder, world=world or World(), facts=facts)
+    checkpointer = Checkpointer(folder, world=world or World(), metadata=metadata)
     record = dataclasses.replace(STATE, **changes).as_record()
     saved = checkpointer.save(
         owner or FakeOwner(), record, files_done=4, in_background=in_background
@@ -72,11 +72,11 @@ def save_on_two(folder: Path, *owners: FakeOwner, in_background: bool = False) -
     return on_two_ranks(action)
 
 
-def load(folder: Path, *, owner: FakeOwner | None = None, facts: RunMetadata = FACTS) -> Any:
+def load(folder: Path, *, owner: FakeOwner | None = None, metadata: RunMetadata = FACTS) -> Any:
     owner = owner or FakeOwner()
-    checkpointer = Checkpointer(folder, world=World(), facts=facts)
+    checkpointer = Checkpointer(folder, world=World(), metadata=metadata)
     step = read_checkpoint(folder / NAME)
-    exact = changes_since(step, facts=facts, world_size=1, allowed=()).load_mode == "exact"
+    exact = changes_since(step, metadata=metadata, world_size=1, allowed=()).load_mode == "exact"
     record = checkpointer.load(owner, step, exact=exact)
     return TrainState.from_record(record), owner.loaded
 
@@ -86,8 +86,8 @@ def left_in(folder: Path) -> list[str]:
 
 
 def test_a_checkpoint_and_its_manifest_round_trip(tmp_path: Path) -> None:
-    facts = dataclasses.replace(FACTS, tokenizer={"tokenizer.json": b"{}"})
-    path = save(tmp_path, owner=FakeOwner(content=b"trained"), facts=facts)
+    metadata = dataclasses.replace(FACTS, tokenizer={"tokenizer.json": b"{}"})
+    path = save(tmp_path, owner=FakeOwner(content=b"trained"), metadata=metadata)
     assert path == tmp_path / NAME
     step = read_checkpoint(path)
     manifest = step.manifest
@@ -121,10 +121,10 @@ def test_a_checkpoint_and_its_manifest_round_trip(tmp_path: Path) -> None:
         *("zero/rank_0.pt", "zero/notes_0.txt", "ranks/rank_00000.pt"),
     }
     assert verify(step, deep=True) == []
-    described = {name: (path / name).read_bytes() for name in facts.files()}
-    assert described == facts.files()
+    described = {name: (path / name).read_bytes() for name in metadata.files()}
+    assert described == metadata.files()
     other = dataclasses.replace(FACTS, run="other", versions={"torch": "2.99"})
-    assert load(tmp_path, facts=other) == (STATE, b"trained")
+    assert load(tmp_path, metadata=other) == (STATE, b"trained")
 
 
 def test_a_non_finite_loss_is_saved_as_none(tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def test_a_checkpoint_is_never_overwritten(tmp_path: Path) -> None:
 def test_a_save_without_room_is_not_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checkpointer = Checkpointer(tmp_path, world=World(), facts=FACTS)
+    checkpointer = Checkpointer(tmp_path, world=World(), metadata=FACTS)
     checkpointer.save(FakeOwner(content=b"x" * 100_000), STATE.as_record(), files_done=0)
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=110_000))
@@ -259,7 +259,7 @@ def test_an_exception_on_one_rank_ends_both_without_a_checkpoint(tmp_path: Path)
 
 def test_without_a_save_ranks_do_not_communicate(tmp_path: Path) -> None:
     alone = World(world_size=2)  # cannot communicate
-    checkpointer = Checkpointer(tmp_path, world=alone, facts=FACTS)
+    checkpointer = Checkpointer(tmp_path, world=alone, metadata=FACTS)
     assert [checkpointer.finish(wait=wait) for wait in (False, True)] == [None, None]
 
 
@@ -268,7 +268,7 @@ def test_a_checkpoint_appears_once_the_slowest_rank_has_written(tmp_path: Path) 
 
     def action(world: World) -> None:
         owner = FakeOwner(world.rank, may_write=may_write if world.rank == 1 else None)
-        checkpointer = Checkpointer(tmp_path, world=world, facts=FACTS)
+        checkpointer = Checkpointer(tmp_path, world=world, metadata=FACTS)
         checkpointer.save(owner, STATE.as_record(), files_done=0, in_background=True)
         owner.content = b"step 11"  # the state at the copy is saved
         assert checkpointer.pending_step == 10
@@ -292,7 +292,7 @@ def test_an_unloadable_file_is_reported_before_any_rank_loads(tmp_path: Path, ex
     owners = [FakeOwner(0), FakeOwner(1)]
 
     def action(world: World) -> object:
-        checkpointer = Checkpointer(tmp_path, world=world, facts=FACTS)
+        checkpointer = Checkpointer(tmp_path, world=world, metadata=FACTS)
         return checkpointer.load(owners[world.rank], read_checkpoint(tmp_path / NAME), exact=exact)
 
     for ended in on_two_ranks(action):
@@ -300,15 +300,6 @@ def test_an_unloadable_file_is_reported_before_any_rank_loads(tmp_path: Path, ex
         assert f"{NAME} cannot be loaded: {shard} cannot be" in str(ended.error)
         assert str(ended.error).startswith("rank 1: ") is exact
     assert [owner.loaded for owner in owners] == [None, None]
-
-
-def test_other_ranks_reshard_a_checkpoint(tmp_path: Path) -> None:
-    results(save_on_two(tmp_path))
-    load(tmp_path, owner=(owner := FakeOwner()))
-    assert owner.resharded_from == 2
-    save(tmp_path / "alone")
-    load(tmp_path / "alone", owner=(owner := FakeOwner()))
-    assert owner.resharded_from is None
 
 
 def test_loaded_states_must_match_the_manifests_step(

@@ -87,16 +87,6 @@ def test_a_lost_object_prevents_the_marker(
     assert copy(bucket, step)
 
 
-@pytest.mark.parametrize("damage", [flip_byte, Path.unlink])
-def test_a_corrupt_local_checkpoint_is_not_marked(
-    bucket: FaultyBucket, step: Checkpoint, there: Path, damage: Callable[[Path], None]
-) -> None:
-    damage(step.path / "trainer.json")
-    with pytest.raises(CheckpointError, match=r"is corrupt: trainer\.json"):
-        copy(bucket, step)
-    assert not (there / COMMITTED).exists()
-
-
 @pytest.mark.parametrize("damage", [flip_byte, lambda path: path.write_bytes(b"cut"), Path.unlink])
 @pytest.mark.parametrize(
     ("damaged", "marked"),

@@ -42,8 +42,8 @@ def found(request: object, root: Path) -> ForeignCheckpoint:
 
 def taken(request: object, catalog: Catalog, root: Path) -> Checkpoint:
     selected = select_elsewhere(found(request, root), catalog)
-    assert selected.step is not None
-    return adopt(selected.step, catalog.local, run="mine", branch=selected.branch)
+    assert selected.checkpoint is not None
+    return adopt(selected.checkpoint, catalog.local, run="mine", branch=selected.branch)
 
 
 OWN = {
@@ -120,10 +120,10 @@ def test_an_import_changes_nothing_before_it_is_adopted(
 ) -> None:
     make_step(local, 20)
     catalog = Catalog(local)
-    brought = select_elsewhere(found(foreign.path.parent, tmp_path), catalog).step
+    brought = select_elsewhere(found(foreign.path.parent, tmp_path), catalog).checkpoint
     assert brought is not None and verify(brought, deep=True) == []
     assert [entry.name for entry in catalog.entries()] == [name_of(20)]
-    own = select_checkpoint(catalog, "auto").step
+    own = select_checkpoint(catalog, "auto").checkpoint
     assert own is not None and own.manifest.run == "sample"
 
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -22,7 +21,7 @@ from refocused.checkpoints.mirror.copies import verify_remote
 from refocused.checkpoints.mirror.mirror import START_ATTEMPTS, MirrorStatus
 from refocused.checkpoints.mirror.remote_checkpoints import RemoteCheckpoints
 from refocused.checkpoints.resume.catalog import Catalog
-from refocused.checkpoints.step.checkpoint_directory import Branch, step_paths
+from refocused.checkpoints.step.checkpoint_directory import Branch
 from refocused.checkpoints.step.checkpoint_manifest import COMMITTED
 from refocused.checkpoints.step.staging import remove_checkpoint
 from refocused.system.errors import CheckpointError
@@ -106,23 +105,6 @@ def test_the_status_of_another_bucket_is_ignored(place: Place) -> None:
     place.open()
     place.has_mirrored(10)
     assert place.committed() == [10]
-
-
-@slow
-def test_kill_9_at_any_moment_marks_no_incomplete_copy(place: Place) -> None:
-    mirror = place.mirror()
-    generator, partial = random.Random(1), 0
-    for step in range(1, 13):
-        make_step(place.checkpoints, step, size=1_500_000, tiers=["epoch"])  # none is skipped
-        begun = place.bucket / PREFIX / f"checkpoint_step_{step}"
-        until(begun.exists)
-        time.sleep(generator.uniform(0.0, 0.03))
-        place.kill()
-        partial += len(step_paths(place.bucket / PREFIX)) - len(place.committed())
-        assert step == 12 or mirror.ensure_alive()
-    assert partial > 0  # some kills interrupted an upload
-    assert drain(mirror)  # which restarts it
-    assert place.committed() == list(range(1, 13))
 
 
 @slow

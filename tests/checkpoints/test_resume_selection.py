@@ -45,7 +45,7 @@ RANK = "ranks/rank_00001.pt"
 
 
 def chosen(catalog: Catalog, request: str = "auto") -> int | None:
-    step = select_checkpoint(catalog, request).step
+    step = select_checkpoint(catalog, request).checkpoint
     if step is None:
         return None
     assert step.path.parent == catalog.local
@@ -176,7 +176,7 @@ def test_resume_or_start_starts_beside_corrupt_checkpoints_alone(
     assert chosen(Catalog(local, bucket, PREFIX), "or-start") == 10  # the mirror's
     flip_byte(whole.path / OPTIMIZER)
     anew = select_checkpoint(Catalog(local), "or-start")
-    assert (anew.step, anew.branch.number, anew.corrupt) == (None, 2, ())
+    assert (anew.checkpoint, anew.branch.number, anew.corrupt) == (None, 2, ())
     bucket.is_down = True
     with pytest.raises(CorruptCheckpointError):  # the mirror may have a whole one
         select_checkpoint(Catalog(local, bucket, PREFIX), "or-start")
@@ -214,25 +214,6 @@ def test_no_flipped_bit_of_a_manifest_in_the_mirror_ends_a_start(
     assert chosen(Catalog(local, bucket, PREFIX), "latest") == 10
     (path.parent / "COMMITTED").unlink()  # an upload that never finished
     assert chosen(Catalog(local, bucket, PREFIX), "latest") == 10
-
-
-@pytest.mark.parametrize("request_", ["auto", "20"])
-def test_a_corrupt_local_checkpoint_is_downloaded_again(
-    catalog: Catalog,
-    local: Path,
-    bucket: FaultyBucket,
-    request_: str,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    make_step(local, 10)
-    flip_byte(mirrored(bucket, make_step(local, 20)).path / OPTIMIZER)
-    assert chosen(catalog, request_) == 20
-    (told,) = warnings(caplog)
-    assert "checkpoint_step_20 is corrupt" in told
-    assert "Downloading it from the bucket." in told
-    flip_byte(local / "checkpoint_step_20" / OPTIMIZER)
-    flip_byte(bucket.steps / "checkpoint_step_20" / OPTIMIZER)
-    assert chosen(catalog) == 10
 
 
 def test_a_corrupt_local_manifest_does_not_affect_the_copy(

@@ -16,7 +16,6 @@ from fakes import Emulator
 from hypothesis import strategies
 
 from refocused.bucket.open_bucket import open_bucket
-from refocused.checkpoints.mirror.copies import verify_remote
 from refocused.checkpoints.mirror.remote_checkpoints import RemoteCheckpoints, RemoteRetention
 from refocused.checkpoints.step import retention
 from refocused.checkpoints.step.checkpoint_directory import (
@@ -26,11 +25,10 @@ from refocused.checkpoints.step.checkpoint_directory import (
     is_in_use,
     saved_steps,
 )
-from refocused.checkpoints.step.checkpoint_manifest import COMMITTED, SaveReason
+from refocused.checkpoints.step.checkpoint_manifest import SaveReason
 from refocused.checkpoints.step.retention import MirroredCheckpoints, disk_is_low, prune, to_remove
 from refocused.checkpoints.step.staging import remove_checkpoint, write_manifest
 from refocused.checkpoints.step.verify import WHOLE, CheckpointState
-from refocused.system.errors import BucketError
 from refocused.system.world import World
 
 States = dict[int, CheckpointState]
@@ -233,17 +231,6 @@ def mirrored(remote: RemoteCheckpoints, tmp_path: Path) -> Mirrored:
     return save
 
 
-def test_save_reasons_and_the_best_are_kept_in_a_bucket(
-    mirrored: Mirrored, remote: RemoteCheckpoints, bucket: FaultyBucket
-) -> None:
-    mirrored(10, validation_loss=1.0)
-    mirrored(20, tiers=["epoch"])
-    mirrored(30, 40, tiers=["emergency"])
-    mirrored(50, 9500, 10000, 10500)
-    assert RemoteRetention(remote, keep=2).prune() == [30, 50, 9500]
-    assert steps_in(remote) == [10, 20, 40, 10000, 10500]
-
-
 def test_checkpoints_of_other_branches_and_unreadable_ones_stay(
     mirrored: Mirrored, remote: RemoteCheckpoints, bucket: FaultyBucket
 ) -> None:
@@ -264,26 +251,6 @@ def test_an_abandoned_upload_is_removed(mirrored: Mirrored, remote: RemoteCheckp
     assert retention.prune(in_use=[10]) == []
     assert retention.prune() == [10]  # the newer one is kept for a rescue
     assert steps_in(remote) == [20, 30, 40]
-
-
-def test_an_interrupted_removal_leaves_no_marked_broken_checkpoint(
-    mirrored: Mirrored, remote: RemoteCheckpoints, bucket: FaultyBucket
-) -> None:
-    mirrored(10, 20, 30)
-    ends = 0
-    while "checkpoint_step_10" in remote.scan():
-        bucket.removals_left = 2  # the marker, which may be gone, and one more
-        try:
-            RemoteRetention(remote, keep=2).prune()
-        except BucketError:
-            ends += 1
-        for name, objects in remote.scan().items():
-            if COMMITTED in objects:
-                assert verify_remote(remote, name, deep=True) == []
-            else:
-                assert name == "checkpoint_step_10"
-    assert ends > 5
-    assert steps_in(remote) == [20, 30]
 
 
 def test_a_step_that_would_be_removed_at_once_is_unwanted(

@@ -58,7 +58,7 @@ def names(machines: Machines) -> list[list[str]]:
 def load(machines: Machines, *, exact: bool) -> list[PartOwner]:
     def action(world: World, folder: Path) -> PartOwner:
         owner = PartOwner(world.rank)
-        checkpointer = Checkpointer(folder, world=world, facts=FACTS)
+        checkpointer = Checkpointer(folder, world=world, metadata=FACTS)
         checkpointer.load(owner, read_checkpoint(folder / TEN), exact=exact)
         return owner
 
@@ -75,7 +75,7 @@ def choose(
             return Catalog(folder, remote.bucket if remote else None, PREFIX)
 
         found = decide_together(world, catalog, lambda whole: select_checkpoint(whole, request))
-        return None if found.step is None else found.step.step
+        return None if found.checkpoint is None else found.checkpoint.step
 
     first, second = results(machines.do(action))
     assert first == second

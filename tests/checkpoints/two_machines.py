@@ -67,7 +67,7 @@ class Machines:
                 content=f"weights of {world.rank}".encode(),
                 disk_is_full=world.rank == full,
             )
-            checkpointer = Checkpointer(folder, world=world, facts=FACTS)
+            checkpointer = Checkpointer(folder, world=world, metadata=FACTS)
             saved = [checkpointer.save(owner, state(step), files_done=0) for step in steps][-1]
             assert saved is not None
             return saved.path

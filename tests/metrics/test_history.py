@@ -110,7 +110,9 @@ def metrics(tmp_path: Path) -> Path:
 
 def checkpointer(metrics: Path, *, run: str = FACTS.run) -> Checkpointer:
     facts = dataclasses.replace(FACTS, run=run)
-    return Checkpointer(metrics.parents[1] / "steps", world=World(), facts=facts, history=metrics)
+    return Checkpointer(
+        metrics.parents[1] / "steps", world=World(), metadata=facts, history=metrics
+    )
 
 
 @pytest.fixture

@@ -477,10 +477,12 @@ class Saving:
         )
         self.saver = Saver(
             trainer,
-            Checkpointer(folder, world=world, facts=facts, branch=branch, least_bytes=least_bytes),
+            Checkpointer(
+                folder, world=world, metadata=facts, branch=branch, least_bytes=least_bytes
+            ),
             mirror=Mirroring(cast("Any", mirror), report=self.reporter.event, world=world),
             compare=functools.partial(
-                changes_since, facts=facts, world_size=world.world_size, allowed=allowed
+                changes_since, metadata=facts, world_size=world.world_size, allowed=allowed
             ),
         )
         self.saver.folder = folder

@@ -113,13 +113,13 @@ def check_allowable(names: Iterable[str]) -> None:
 
 
 def changes_since(
-    checkpoint: Checkpoint, *, facts: RunMetadata, world_size: int, allowed: Collection[str]
+    checkpoint: Checkpoint, *, metadata: RunMetadata, world_size: int, allowed: Collection[str]
 ) -> Changes:
     """Compare a verified checkpoint with the run that resumes it on `world_size` ranks.
 
     Args:
         checkpoint: The checkpoint.
-        facts: Of the run that resumes it.
+        metadata: Of the run that resumes it.
         world_size: Ranks of that run.
         allowed: Names from `ALLOWABLE`.
 
@@ -128,7 +128,7 @@ def changes_since(
             allowed.
     """
     saved = checkpoint.manifest
-    now = parse_mapping(facts.run_yaml, where="run.yaml")
+    now = parse_mapping(metadata.run_yaml, where="run.yaml")
     settings = tuple(
         setting
         for setting in differences(dotted(read_mapping(checkpoint.path / "run.yaml")), dotted(now))
@@ -138,49 +138,49 @@ def changes_since(
     names = {setting.name for setting in settings}
     exact = (
         saved.world_size == world_size
-        and saved.zero_stage == facts.zero_stage
-        and saved.dtype == facts.dtype
+        and saved.zero_stage == metadata.zero_stage
+        and saved.dtype == metadata.dtype
         and not names.intersection(_LAYOUT)
-    ) or saved.zero_stage == facts.zero_stage == 0
+    ) or saved.zero_stage == metadata.zero_stage == 0
     # Those that cannot be loaded come first, then those that change the training.
     obstacles = []
-    current = dotted({"model": parse_mapping(facts.model_json, where="model.json")})
+    current = dotted({"model": parse_mapping(metadata.model_json, where="model.json")})
     shape = differences(dotted({"model": read_mapping(checkpoint.path / "model.json")}), current)
     # This one is irrelevant to a resume.
     shape = [field for field in shape if field.name != "model.initializer_range"]
     model_back = "set model.preset back"
     if [field.name for field in shape] == ["model.vocab_size"]:
         model_back = f"set model.vocabulary={shape[0].a}"
-    if saved.parameters != facts.parameters:
-        obstacles.append(_Obstacle("parameters", saved.parameters, facts.parameters, model_back))
-    if (saved.zero_stage == 0) != (facts.zero_stage == 0):
+    if saved.parameters != metadata.parameters:
+        obstacles.append(_Obstacle("parameters", saved.parameters, metadata.parameters, model_back))
+    if (saved.zero_stage == 0) != (metadata.zero_stage == 0):
         remedy = f"set zero.stage={saved.zero_stage} (1, 2 and 3 read each other's checkpoints)"
-        obstacles.append(_Obstacle("zero.stage", saved.zero_stage, facts.zero_stage, remedy))
+        obstacles.append(_Obstacle("zero.stage", saved.zero_stage, metadata.zero_stage, remedy))
     for name, kind, kind_now in ((s.name, s.a or "adamw", s.b) for s in settings):
         if name == "optimizer.kind":
             obstacles.append(_Obstacle(name, kind, kind_now, f"set {name}={kind}"))
-    if saved.dtype != facts.dtype:
-        keys = () if 0 in (saved.zero_stage, facts.zero_stage) else (DTYPE,)
+    if saved.dtype != metadata.dtype:
+        keys = () if 0 in (saved.zero_stage, metadata.zero_stage) else (DTYPE,)
         remedy = f"set precision.dtype={saved.dtype}"
-        obstacles.append(_Obstacle(DTYPE, saved.dtype, facts.dtype, remedy, keys))
-    fingerprint = facts.data_fingerprint
+        obstacles.append(_Obstacle(DTYPE, saved.dtype, metadata.dtype, remedy, keys))
+    fingerprint = metadata.data_fingerprint
     if saved.data_fingerprint != fingerprint:
         remedy = "set data.source back"
         obstacles.append(_Obstacle(DATA, saved.data_fingerprint, fingerprint, remedy, (DATA,)))
-    if saved.data_order != facts.data_order:
+    if saved.data_order != metadata.data_order:
         changed = tuple(name for name in ORDER_SETTINGS if name in names) or (DATA,)
-        orders = saved.data_order, facts.data_order
+        orders = saved.data_order, metadata.data_order
         obstacles.append(_Obstacle(_DATA_ORDER, *orders, "set those back", changed))
-    before, after = saved.data_mixture, facts.data_mixture
+    before, after = saved.data_mixture, metadata.data_mixture
     if FROM in before + after:  # stages that had not begun may differ
         sequences = Position.from_dict(
             read_mapping(checkpoint.path / "trainer.json")["position"]
         ).sequences
         before, after = begun_stages(before, sequences), begun_stages(after, sequences)
     if before != after:
-        mixtures = saved.data_mixture or "none", facts.data_mixture or "none"
+        mixtures = saved.data_mixture or "none", metadata.data_mixture or "none"
         obstacles.append(_Obstacle(MIXTURE, *mixtures, "set weights and batch back", (MIXTURE,)))
-    if saved.parameters == facts.parameters:
+    if saved.parameters == metadata.parameters:
         obstacles += [
             _Obstacle(field.name, _shown(field.a), _shown(field.b), model_back, (MODEL,))
             for field in shape
@@ -190,10 +190,10 @@ def changes_since(
         raise _refusal(saved.name, refused)
     notes = [f"{item.what} changes from {item.saved} to {item.now}" for item in obstacles]
     sequences_done = (
-        saved.tokens // now["model"]["sequence_length"] if FROM in facts.data_mixture else 0
+        saved.tokens // now["model"]["sequence_length"] if FROM in metadata.data_mixture else 0
     )
-    if saved.data_mixture != facts.data_mixture:
-        settings += (Difference(MIXTURE, saved.data_mixture, facts.data_mixture),)
+    if saved.data_mixture != metadata.data_mixture:
+        settings += (Difference(MIXTURE, saved.data_mixture, metadata.data_mixture),)
     return Changes(
         settings=settings,
         allowed=tuple(notes),

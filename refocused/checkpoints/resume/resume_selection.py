@@ -55,7 +55,7 @@ NEWEST = ("auto", "latest", OR_START)  # what takes the newest usable checkpoint
 class Selection:
     """The checkpoint and branch that training starts from."""
 
-    step: Checkpoint | None  # local and verified; None: from scratch
+    checkpoint: Checkpoint | None  # local and verified; None: from scratch
     branch: Branch  # a new one unless the checkpoint is the newest of the present branch
     corrupt: tuple[Path, ...] = ()  # newer, unusable checkpoints on this disk
 

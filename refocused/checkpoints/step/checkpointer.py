@@ -57,7 +57,7 @@ class Checkpointer:
         folder: Path,  # on a shared disk, or on each storage rank's own disk
         *,
         world: World,
-        facts: RunMetadata,
+        metadata: RunMetadata,
         branch: Branch = FIRST_BRANCH,
         history: Path | None = None,  # rank 0's metrics; each checkpoint keeps the end of it
         least_bytes: int = 0,  # estimate of the smallest save on this disk; 0: unknown
@@ -66,7 +66,7 @@ class Checkpointer:
         self._world = world
         nodes = world.storage_ranks
         self._part = Part(node=world.storage_rank, nodes=nodes) if nodes > 1 else None
-        self._facts = facts
+        self._metadata = metadata
         self.branch = branch  # that checkpoints are saved on
         self.write_seconds = 0.0  # to hash, write and flush the last save, on the slowest rank
         self._history = history
@@ -103,7 +103,7 @@ class Checkpointer:
         assert self._pending is None, "one save at a time: saves share the copy's memory"
         token, step = self._world.broadcast(secrets.token_hex(4)), int(trainer["step"])
         is_validated = trainer["validation_step"] == step
-        metadata, branch = self._facts, self.branch
+        metadata, branch = self._metadata, self.branch
         fields = [name for name in metadata.__slots__ if name in CheckpointManifest.model_fields]
         manifest = CheckpointManifest(
             **{name: getattr(metadata, name) for name in fields},
@@ -184,7 +184,7 @@ class Checkpointer:
 
         Separate from `load`, because a resume that is rejected after loading must change nothing.
         """
-        own = self._history if checkpoint.manifest.run in (self._facts.run, parent) else None
+        own = self._history if checkpoint.manifest.run in (self._metadata.run, parent) else None
         if own is not None and self._world.is_rank_0 and HISTORY in checkpoint.manifest.files:
             bring_back(checkpoint.path / HISTORY, own, step=checkpoint.step)
 
@@ -204,7 +204,7 @@ class Checkpointer:
                 raise written.errors[0]
             if self._world.is_storage_rank:
                 content = json.dumps(dict(trainer), indent=1).encode()
-                contents = {"trainer.json": content, **self._facts.files()}
+                contents = {"trainer.json": content, **self._metadata.files()}
                 if self._history is not None and (history := end_of(self._history)) is not None:
                     contents[HISTORY] = history
                 files |= staging.describe(contents, node=node)

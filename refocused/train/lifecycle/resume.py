@@ -104,8 +104,8 @@ def select(config: RunConfig, request: Request, world: World) -> Selection:
         name = None if request.parent else own_request(request.resume, catalog)
         if name is not None:
             selected = select_checkpoint(catalog, name)
-            if selected.step is not None:
-                trusted(selected.step.manifest, where=str(selected.step.path))
+            if selected.checkpoint is not None:
+                trusted(selected.checkpoint.manifest, where=str(selected.checkpoint.path))
             return selected
         if world.storage_ranks > 1:
             raise CheckpointError(
@@ -133,10 +133,12 @@ def select(config: RunConfig, request: Request, world: World) -> Selection:
         return select_elsewhere(source, catalog)
 
     selected = decide_together(world, lambda: catalog_of(config, request), decide)
-    if selected.step is None:
+    if selected.checkpoint is None:
         return selected
-    path = selected.step.path  # each machine may hold its own part there
-    return dataclasses.replace(selected, step=world.on_all_ranks(lambda: read_checkpoint(path)))
+    path = selected.checkpoint.path  # each machine may hold its own part there
+    return dataclasses.replace(
+        selected, checkpoint=world.on_all_ranks(lambda: read_checkpoint(path))
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -186,7 +188,7 @@ def find_start(
 
 def start_or_resume(trainer: Trainer, selected: Selection, start: Start) -> TrainState:
     """Return the state that training starts from, the engine to match; all ranks raise alike."""
-    step, steps, reporter = selected.step, trainer.total_steps, trainer.reporter
+    step, steps, reporter = selected.checkpoint, trainer.total_steps, trainer.reporter
     if step is None:
         if start.fill is None or start.origin is None:
             weights = f"untrained loss {check_first_loss(trainer):.4f}"
@@ -289,7 +291,7 @@ def loss_on_random_tokens(trainer: Trainer, *, ids: int) -> float:
 
 def take_over(trainer: Trainer, selected: Selection, *, parent: str | None) -> None:
     """Take over a checkpoint's losses and its place before training; all ranks raise alike."""
-    step, saver = selected.step, trainer.saver
+    step, saver = selected.checkpoint, trainer.saver
     saver.set_aside(selected.corrupt)
     if step is None:
         return
@@ -355,16 +357,16 @@ def go_back(trainer: Trainer, state: TrainState, spike: SpikeError) -> TrainStat
             f"back to. Start again with 'data.skip=[\"stream[{first}:{stop}]\"]', and a shorter "
             "checkpoint.interval."
         ).agreed() from error
-    assert selected.step is not None  # or an error
-    path, branch = selected.step.path, selected.branch
+    assert selected.checkpoint is not None  # or an error
+    path, branch = selected.checkpoint.path, selected.branch
     left_out = (*state.left_out, (first, stop))
     trainer.reporter.event(
         "rewind_warning",
-        f"{spike}. Going back to step {selected.step.step:,}, on branch {branch.number} (rewind "
-        f"{len(left_out)} of {most}). Leaving out stream[{first}:{stop}]: "
+        f"{spike}. Going back to step {selected.checkpoint.step:,}, on branch {branch.number} "
+        f"(rewind {len(left_out)} of {most}). Leaving out stream[{first}:{stop}]: "
         f"{textwrap.shorten(spike.names, **SHORT)}",
         step=spike.step,
-        to_step=selected.step.step,
+        to_step=selected.checkpoint.step,
         branch=branch.number,
         sequences=[first, stop],
         names=spike.names,

@@ -244,7 +244,7 @@ def run(loaded: LoadedRun, request: Request, world: World, session: Session) -> 
         imports = threading.Thread(target=_import_model_code, daemon=True)
         imports.start()
         selected = select(config, request, world)
-        if (saved := selected.step) is not None:
+        if (saved := selected.checkpoint) is not None:
             if trains:
                 usd = number(read_json(saved.path / "trainer.json") or {}, "cost_usd")
                 done = saved.step >= given.config.run.steps
@@ -848,7 +848,7 @@ def assemble_trainer(
         Checkpointer(
             folder / "checkpoints",
             world=world,
-            facts=metadata,
+            metadata=metadata,
             branch=branch,
             history=folder / METRICS_FILE,
             least_bytes=least_bytes,
@@ -856,7 +856,7 @@ def assemble_trainer(
         mirror=Mirroring(mirror, report=reporter.event, world=world),
         compare=functools.partial(
             changes_since,
-            facts=metadata,
+            metadata=metadata,
             world_size=world.world_size,
             allowed=request.allowed_changes,
         ),
