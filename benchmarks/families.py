@@ -25,9 +25,9 @@ from measuring import (
     ROOT,
     WORK,
     Record,
+    finished,
     launched,
     lines_of,
-    machine,
     parser_of,
     say,
     spread,
@@ -72,7 +72,6 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--results", type=Path, default=WORK / "families.jsonl")
     arguments = parser.parse_args()
-    arguments.results.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         texts = [str(file.absolute()) for file in arguments.files]
         tokenize = ["tokenize", *texts, "--out=text", "--tokenizer=bytes"]
@@ -103,19 +102,17 @@ def trained(case: Record, chosen: argparse.Namespace, work: Path) -> Record:
     """Return the figures of a training, which takes place if it is not among the results."""
     model, form = case["model"], {"layers": 4, "width": chosen.width, **MODELS[case["model"]]}
     case |= {"form": form, "rate": chosen.lr or RATES[model]}
-    done = [one for one in lines_of(chosen.results) if case.items() <= one.items()]
-    if done:
-        return done[0]
-    start = case | {"given": "start", "steps": 1, "seed": 1}
-    seconds = 0.0 if case == start else trained(start, chosen, work)["seconds"]
-    shape = shape_of(model, case["length"], **form)
-    with tempfile.TemporaryDirectory(dir=work) as folder:
-        loss, took = loss_of(shape, case, work=Path(folder))
-    record = case | {"parameters": parameters(shape), "loss": loss, "seconds": took - seconds}
-    say(" ".join(str(record[key]) for key in ("length", "model", "given", "seed", "loss")))
-    with chosen.results.open("a") as file:
-        file.write(json.dumps(record | {"processor": machine()["processor"]}) + "\n")
-    return record
+
+    def measure() -> Record:
+        start = case | {"given": "start", "steps": 1, "seed": 1}
+        seconds = 0.0 if case == start else trained(start, chosen, work)["seconds"]
+        shape = shape_of(model, case["length"], **form)
+        with tempfile.TemporaryDirectory(dir=work) as folder:
+            loss, took = loss_of(shape, case, work=Path(folder))
+        say(" ".join(str(case[key]) for key in ("length", "model", "given", "seed")) + f" {loss}")
+        return {"parameters": parameters(shape), "loss": loss, "seconds": took - seconds}
+
+    return finished(chosen.results, case, measure)
 
 
 def loss_of(shape: dict[str, Any], case: Record, *, work: Path) -> tuple[float, float]:

@@ -22,14 +22,14 @@ one thread; the rate falls linearly to a tenth over the steps allowed.
 """
 
 import argparse
-import json
+import functools
 import statistics
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import WORK, Column, Record, lines_of, machine, parser_of, say, table
+from measuring import WORK, Column, Record, finished, lines_of, parser_of, say, table
 from torch import Tensor
 
 from refocused.models import recall
@@ -85,15 +85,11 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     recall.MEMORY_CHUNK = 32  # as fast as 128 is for wide models; the results are the same
-    arguments.results.parent.mkdir(parents=True, exist_ok=True)
     for seed in arguments.seeds:
         for task in arguments.tasks:
             for model in arguments.models:
                 case = {"model": model, "task": task, "seed": seed, **allowed(arguments, model)}
-                if not any(case.items() <= done.items() for done in lines_of(arguments.results)):
-                    record = case | learn(case) | {"processor": machine()["processor"]}
-                    with arguments.results.open("a") as file:
-                        file.write(json.dumps(record) + "\n")
+                finished(arguments.results, case, functools.partial(learn, case))
     for task in arguments.tasks:
         show(task, arguments)
 

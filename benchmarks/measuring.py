@@ -94,6 +94,18 @@ def lines_of(file: Path) -> list[Record]:
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
+def finished(file: Path, case: Record, measure: Callable[[], Record]) -> Record:
+    """Return the line of a finished case; measure it and add its line if there is none."""
+    for line in lines_of(file):
+        if case.items() <= line.items():
+            return line
+    record = {**case, **measure(), "processor": machine()["processor"]}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("a") as lines:
+        lines.write(json.dumps(record) + "\n")
+    return record
+
+
 def spread(records: Sequence[Record]) -> Record:
     """Return the median, minimum and maximum of losses and seconds, and what all have alike."""
     row: Record = dict(records[0])

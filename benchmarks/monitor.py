@@ -45,7 +45,7 @@ COLUMNS = (
     Column("bytes_a_second", "bytes a second", "{:,.0f}"),
 )
 HISTORY = 10_000  # logged steps so far: 100,000 steps, every tenth logged
-LOG_SECONDS = 10.0  # between two more; ten steps of 8 GPUs and a billion parameters take 14
+LOG_SECONDS = 10  # between two more; ten steps of 8 GPUs and a billion parameters take 14
 SIZES = {"80x24": (80, 24), "200x50": (200, 50)}
 START_SECONDS = 8.0  # imports, the history, the first picture
 
@@ -108,36 +108,55 @@ def watched_site(folder: Path) -> Iterator[Site]:
             rank.kill()
 
 
-def sampler_cost(run: Path, pid: int, *, seconds: float) -> Record:
-    """Return the sampler's cost while the run's files change ten times a second."""
-    done = threading.Event()
-    writer = threading.Thread(target=_write_files, args=(run, done))
-    writer.start()
-    time.sleep(WARM_SECONDS)
-    samples = run / "logs" / "gpu_metrics.jsonl"
-    began, cpu, size = time.monotonic(), cpu_seconds(pid), samples.stat().st_size
+def cost_of(pid: int, written: Callable[[], int], *, warm: float, seconds: float) -> Record:
+    """Return the cost of a process over some seconds, after those in which it starts.
+
+    `written` returns the bytes that it has written so far.
+    """
+    time.sleep(warm)
+    began, cpu, size = time.monotonic(), cpu_seconds(pid), written()
     time.sleep(seconds)
     passed, used = time.monotonic() - began, cpu_seconds(pid) - cpu
-    done.set()
-    writer.join()
     return {
         "core_percent": 100 * used / passed,
         "start_ms": 1000 * cpu,
-        "memory_mib": resident_mib(pid),
-        "bytes_a_second": (samples.stat().st_size - size) / passed,
+        "memory_mib": psutil.Process(pid).memory_info().rss / 2**20,
+        "bytes_a_second": (written() - size) / passed,
     }
 
 
-def _write_files(run: Path, done: threading.Event) -> None:
-    """Simulate a run: a logged step, a state and a mirror's status, ten times a second."""
+@contextlib.contextmanager
+def again_and_again(act: Callable[[int], None], *, seconds: float) -> Iterator[None]:
+    """Act in a thread with so many seconds between, counting from 1."""
+    done = threading.Event()
+
+    def repeat() -> None:
+        number = 0
+        while not done.wait(seconds):
+            act(number := number + 1)
+
+    thread = threading.Thread(target=repeat)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def sampler_cost(run: Path, pid: int, *, seconds: float) -> Record:
+    """Return the sampler's cost while the run's files change ten times a second."""
+    samples = run / "logs" / "gpu_metrics.jsonl"
     metrics = JsonLines(run / "logs" / "training_metrics.jsonl")
-    step = 0
-    while not done.wait(0.1):
-        step += 1
+
+    def write(step: int) -> None:  # a logged step, a state and a mirror's status
         metrics.write({"kind": "step", "step": step, "loss": 3.0, "cost_left_usd": 1.0})
         write_state(run / "state.json", {"status": "training", "step": step, "cost_usd": 1.0})
         status = {"waiting": [step], "last_error": None, "heartbeat": time.time()}
         write_state(run / "mirror.json", status)
+
+    with again_and_again(write, seconds=0.1):
+        return cost_of(pid, lambda: samples.stat().st_size, warm=WARM_SECONDS, seconds=seconds)
 
 
 def screen_cost(run: Path, gpus: Callable[[], None], *, seconds: float) -> dict[str, Record]:
@@ -145,39 +164,23 @@ def screen_cost(run: Path, gpus: Callable[[], None], *, seconds: float) -> dict[
 
     `gpus` changes what the GPUs say, and is called every second.
     """
-    with _going_on(run, gpus):
-        return {name: _watched(run, size, seconds=seconds) for name, size in SIZES.items()}
-
-
-@contextlib.contextmanager
-def _going_on(run: Path, gpus: Callable[[], None]) -> Iterator[None]:
-    """Simulate a long-running run."""
     metrics = JsonLines(run / "logs" / "training_metrics.jsonl")
     for logged in range(1, HISTORY + 1):
         metrics.write(_record(10 * logged))
         if logged % 100 == 0:
             loss = {"kind": "validation", "step": 10 * logged, "validation_loss": 3.0}
             metrics.write(loss)
-    done = threading.Event()
     _write_status(run, 10 * HISTORY)
 
-    def go_on() -> None:
-        step, logged = 10 * HISTORY, time.monotonic()
-        while not done.wait(1.0):
-            gpus()
-            if time.monotonic() - logged >= LOG_SECONDS:
-                step, logged = step + 10, time.monotonic()
-                metrics.write(_record(step))
-                _write_status(run, step)
+    def go_on(second: int) -> None:
+        gpus()
+        if second % LOG_SECONDS == 0:
+            step = 10 * HISTORY + second
+            metrics.write(_record(step))
+            _write_status(run, step)
 
-    thread = threading.Thread(target=go_on)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
-        metrics.close()
+    with again_and_again(go_on, seconds=1.0):
+        return {name: _watched(run, size, seconds=seconds) for name, size in SIZES.items()}
 
 
 def _record(step: int) -> Record:
@@ -225,49 +228,28 @@ def _watched(run: Path, size: tuple[int, int], *, seconds: float) -> Record:
         os.environ.update(LC_ALL="C.UTF-8", TERM="xterm-256color")
         os.execv(sys.executable, [sys.executable, str(ROOT / "launch/monitor.py"), str(run)])
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", size[1], size[0], 0, 0))
-    received = _Received(terminal)
+    received = [0]
+
+    def read() -> None:
+        with contextlib.suppress(OSError):  # its process has ended
+            while content := os.read(terminal, 65536):
+                received[0] += len(content)
+
+    reader = threading.Thread(target=read)
+    reader.start()
     try:
-        time.sleep(START_SECONDS)
-        start, cpu, drawn = time.monotonic(), cpu_seconds(pid), received.count
-        time.sleep(seconds)
-        passed, used = time.monotonic() - start, cpu_seconds(pid) - cpu
-        return {
-            "core_percent": 100 * used / passed,
-            "start_ms": 1000 * cpu,
-            "memory_mib": resident_mib(pid),
-            "bytes_a_second": (received.count - drawn) / passed,
-        }
+        return cost_of(pid, lambda: received[0], warm=START_SECONDS, seconds=seconds)
     finally:
         os.write(terminal, b"q")
         os.waitpid(pid, 0)
-        received.thread.join()
+        reader.join()
         os.close(terminal)
-
-
-class _Received:
-    """Reads a terminal's output, as its sequence does."""
-
-    def __init__(self, terminal: int) -> None:
-        self.count = 0
-        self._terminal = terminal
-        self.thread = threading.Thread(target=self._read)
-        self.thread.start()
-
-    def _read(self) -> None:
-        with contextlib.suppress(OSError):  # its process has ended
-            while content := os.read(self._terminal, 65536):
-                self.count += len(content)
 
 
 def cpu_seconds(pid: int) -> float:
     """Return the CPU time of a process's living threads, to the nanosecond (proc's schedstat)."""
     files = Path(f"/proc/{pid}/task").glob("*/schedstat")
     return sum(int(file.read_text().split()[0]) for file in files) / 1e9
-
-
-def resident_mib(pid: int) -> float:
-    """Return the memory of a process."""
-    return float(psutil.Process(pid).memory_info().rss) / 2**20
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ from measuring import (
     ROOT,
     WORK,
     Record,
+    finished,
     launched,
     parser_of,
     say,
@@ -115,10 +116,7 @@ class Laboratory:
     """Trains what is not among the finished lines yet, each in a folder of its own."""
 
     def __init__(self, chosen: argparse.Namespace) -> None:
-        self._lines: Path = chosen.lines
-        self._chosen, self._lock, self._work = chosen, threading.Lock(), WORK / "quality"
-        found = self._lines.read_text().splitlines() if self._lines.exists() else []
-        self._known: dict[str, Record] = {one["key"]: one for one in map(json.loads, found)}
+        self._chosen = chosen
 
     @functools.cached_property
     def text(self) -> str:
@@ -149,19 +147,16 @@ class Laboratory:
         return self.all(of_seeds(tried[best]))
 
     def _one(self, training: Training, *, timed: bool) -> Record:
-        known = self._known.get(training.key)
-        if known is not None:
-            return known
-        folder = self._work / f"{training.case}-{threading.get_ident()}"
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        run = self._nanogpt if not training.shape else self._ours
-        record = {"key": training.key, "case": training.case, **run(training, folder, timed=timed)}
-        say(f"{training.contender}, seed {training.seed}: loss {record['loss']:.4f}")
-        with self._lock, self._lines.open("a") as file:
-            file.write(json.dumps(record) + "\n")
-        self._known[training.key] = record
-        return record
+        def measure() -> Record:
+            folder = WORK / "quality" / f"{training.case}-{threading.get_ident()}"
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+            run = self._nanogpt if not training.shape else self._ours
+            record = run(training, folder, timed=timed)
+            say(f"{training.contender}, seed {training.seed}: loss {record['loss']:.4f}")
+            return {"case": training.case, **record}
+
+        return finished(self._chosen.lines, {"key": training.key}, measure)
 
     def _nanogpt(self, training: Training, folder: Path, *, timed: bool) -> Record:
         copy, out = folder / "nanoGPT", folder / "out"
@@ -215,7 +210,6 @@ def main() -> None:
     parser.add_argument("--lines", type=Path, default=WORK / "quality.jsonl", help="(%(default)s)")
     parser.add_argument("--jobs", type=int, default=1, help="untimed trainings at once")
     chosen = parser.parse_args()
-    chosen.lines.parent.mkdir(parents=True, exist_ok=True)
     results: Record = {}
     for case in chosen.cases:
         rows, claims = CASES[case](Laboratory(chosen), chosen)

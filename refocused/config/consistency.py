@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from refocused.config.model_shape import Attention, Eigenstates, ModelShape, Recall, Resonators
-from refocused.config.run_config import ModelConfig, RunConfig
+from refocused.config.run_config import RunConfig
 
 FP8_MULTIPLE = 16  # of each side of a product of 8 bits, on every NVIDIA GPU that has them
 
@@ -128,7 +128,17 @@ def check_shape(config: RunConfig, shape: ModelShape) -> Iterator[Misfit]:
         message = f"needs blocks of attention; {preset} is {shape.family}. Set it to none."
         yield Misfit("precision.fp8", message)
         return
-    for what, size in _products(shape, preset, model).items():
+    # The sizes of the blocks' products, by a description.
+    of_ranks = "" if model.sequence_parallel == 1 else "a rank's part of "
+    sizes = {
+        f"{preset} is {shape.width} wide": shape.width,
+        f"{preset}'s feed-forward part is {shape.ffn_width} wide": shape.ffn_width,
+        f"{of_ranks}model.sequence_length is {model.slice_tokens}": model.slice_tokens,
+    }
+    for of in ("queries", "keys"):
+        if (size := shape.widths[of]) != shape.width:
+            sizes[f"{preset}'s {of} are {size} wide"] = size
+    for what, size in sizes.items():
         if size % FP8_MULTIPLE:
             message = f"needs multiples of {FP8_MULTIPLE}; {what}. Change that, or set it to none."
             yield Misfit("precision.fp8", message)
@@ -148,17 +158,3 @@ def _shared(shape: ModelShape, preset: str, sequence_length: int) -> Iterator[tu
         yield f"{preset} has {shape.mixer.heads} heads", shape.mixer.heads
         if shape.mixer.key_heads != shape.mixer.heads:
             yield f"{preset} has {shape.mixer.key_heads} heads of keys", shape.mixer.key_heads
-
-
-def _products(shape: ModelShape, preset: str, model: ModelConfig) -> dict[str, int]:
-    """Return the sizes of the blocks' products, by a description."""
-    of_ranks = "" if model.sequence_parallel == 1 else "a rank's part of "
-    sizes = {
-        f"{preset} is {shape.width} wide": shape.width,
-        f"{preset}'s feed-forward part is {shape.ffn_width} wide": shape.ffn_width,
-        f"{of_ranks}model.sequence_length is {model.slice_tokens}": model.slice_tokens,
-    }
-    for of in ("queries", "keys"):
-        if (size := shape.widths[of]) != shape.width:
-            sizes[f"{preset}'s {of} are {size} wide"] = size
-    return sizes

@@ -16,6 +16,7 @@ from refocused.config.section import (
     Section,
     Whole,
     matching,
+    setting,
 )
 
 _STREAM_RANGE = re.compile(r"stream\[(\d{1,15}):(\d{1,15})\]")
@@ -43,28 +44,26 @@ class SourceConfig(Section):
     weight: NotNegative = pydantic.Field(examples=["3"])
     """Share of the sequences, relative to the weights of the other sources; 0 if only `data.stages`
     use the source."""
-    max_epochs: Positive | None = pydantic.Field(default=None, examples=["4"])
+    max_epochs: Positive | None = setting(None, "4")
     """Most passes over this source. A run that needs more is refused at the start."""
-    include: tuple[str, ...] | None = pydantic.Field(default=None, examples=['["web_*"]'])
+    include: tuple[str, ...] | None = setting(None, '["web_*"]')
     """As `data.include`, for this source."""
-    exclude: tuple[str, ...] | None = pydantic.Field(default=None, examples=['["*_old_*"]'])
+    exclude: tuple[str, ...] | None = setting(None, '["*_old_*"]')
     """As `data.exclude`, for this source."""
-    validation_files: tuple[str, ...] | None = pydantic.Field(
-        default=None, examples=['["*_val_*"]']
-    )
+    validation_files: tuple[str, ...] | None = setting(None, '["*_val_*"]')
     """As `data.validation_files`, for this source; replaces `validation_fraction`."""
     dtype: TokenType | None = None
     """As `data.dtype`, for this source."""
-    pad_id: CountOrZero | None = pydantic.Field(default=None, examples=["0"])
+    pad_id: CountOrZero | None = setting(None, "0")
     """As `data.pad_id`, for this source."""
 
 
 class StageConfig(Section):
     """A later stage of a mixture, with weights of its own. It lasts until the next one begins."""
 
-    from_step: Count | None = pydantic.Field(default=None, examples=["90000"])
+    from_step: Count | None = setting(None, "90000")
     """Steps before the stage, with the present batch; `from_tokens` does not depend on that."""
-    from_tokens: Count | None = pydantic.Field(default=None, examples=["9e10"])
+    from_tokens: Count | None = setting(None, "9e10")
     """Tokens of the stream before the stage, in place of `from_step`."""
     weights: dict[SourceName, NotNegative] = pydantic.Field(examples=["{web: 1, code: 2}"])
     """The weight of every source; 0 leaves one out."""
@@ -73,73 +72,70 @@ class StageConfig(Section):
 class DataConfig(Section):
     """Where tokens come from and how they become sequences."""
 
-    source: PathText | None = pydantic.Field(default=None, examples=["gs://my-bucket/tokens"])
+    source: PathText | None = setting(None, "gs://my-bucket/tokens")
     """`gs://` or `s3://bucket/prefix`, or the folder of the token files. A source is never written
     to. `python_stdlib` stands for the source text of Python's standard library, as bytes, which the
     first start writes to `data/stdlib`; a folder of that name is `./python_stdlib`."""
     mixture: Annotated[
         dict[SourceName, SourceConfig],
         pydantic.BeforeValidator(lambda value: {} if value is None else value),
-    ] = pydantic.Field(
-        default={},
-        examples=["{web: {source: data/web, weight: 3}, code: {source: data/code, weight: 1}}"],
-    )
+    ] = setting({}, "{web: {source: data/web, weight: 3}, code: {source: data/code, weight: 1}}")
     """Several sources by name, instead of `source`; the other settings apply to all of them."""
-    stages: dict[SourceName, StageConfig] = pydantic.Field(
-        default={}, examples=["{anneal: {from_step: 90000, weights: {web: 1, code: 2}}}"]
+    stages: dict[SourceName, StageConfig] = setting(
+        {}, "{anneal: {from_step: 90000, weights: {web: 1, code: 2}}}"
     )
     """Later stages of the mixture by name, each with weights of its own. The run begins with the
     weights of `mixture`, which also divide the validation."""
-    tokenizer: PathText = pydantic.Field(default="unknown", examples=["gpt2"])
+    tokenizer: PathText = setting("unknown", "gpt2")
     """Tokenizer that made the tokens: `bytes`, `gpt2`, a file of the `tokenizers` library, or
     `hub:MODEL` (downloaded once from the Hugging Face hub). Every checkpoint contains it."""
-    bpe_folder: PathText | None = pydantic.Field(default=None, examples=["data/bpe"])
+    bpe_folder: PathText | None = setting(None, "data/bpe")
     """Folder of GPT-2's `vocab.bpe` and `encoder.json`. Without it, checkpoints name gpt2 but do
     not contain its files."""
-    cache: PathText = pydantic.Field(default="data/cache", examples=["/mnt/disk/cache"])
+    cache: PathText = setting("data/cache", "/mnt/disk/cache")
     """Folder of the local shards. Runs may share it: a file that several data sets have is
     downloaded once."""
-    disk_limit_gb: Positive | None = pydantic.Field(default=None, examples=["200"])
+    disk_limit_gb: Positive | None = setting(None, "200")
     """Disk space for everything in `cache`, in 1e9 bytes: the shards of all data sets, and
     downloads under way. Older data sets are removed first. null: all free space but 5 %."""
-    max_files: Count | None = pydantic.Field(default=None, examples=["10"])
+    max_files: Count | None = setting(None, "10")
     """Use only the first N training files, in name order."""
-    include: tuple[str, ...] = pydantic.Field(default=(), examples=['["web_*"]'])
+    include: tuple[str, ...] = setting((), '["web_*"]')
     """Glob patterns of objects to use; empty: every file of a known format."""
-    exclude: tuple[str, ...] = pydantic.Field(default=(), examples=['["*_old_*"]'])
+    exclude: tuple[str, ...] = setting((), '["*_old_*"]')
     """Glob patterns of objects to leave out. Changing it changes the data: for a run that has begun
     use `skip`."""
-    skip: tuple[str, ...] = pydantic.Field(default=(), examples=['["a.npz", "stream[512:640]"]'])
+    skip: tuple[str, ...] = setting((), '["a.npz", "stream[512:640]"]')
     """Glob patterns of files to skip from here on, also in validation; for packed chunks, the whole
     pack. `stream[A:B]` skips sequences A to B - 1 of the training stream; the metrics of a step
     name its end (`stream_sequences`). Later sequences take their places; order, position and
     fingerprint stay, so that a run can resume."""
-    validation_files: tuple[str, ...] = pydantic.Field(default=(), examples=['["*_val_*"]'])
+    validation_files: tuple[str, ...] = setting((), '["*_val_*"]')
     """Glob patterns of the files to validate on."""
-    validation_fraction: Fraction = pydantic.Field(default=0.0, examples=["0.001"])
+    validation_fraction: Fraction = setting(0.0, "0.001")
     """Share of the sequences to validate on if no file is named: the last ones, in name order."""
     dtype: TokenType | None = None
     """Type of the tokens in `.bin` files without a header."""
-    pad_id: CountOrZero | None = pydantic.Field(default=None, examples=["0"])
+    pad_id: CountOrZero | None = setting(None, "0")
     """Padding id on the right of rows in files without a mask."""
-    separator_id: CountOrZero | None = pydantic.Field(default=None, examples=["50256"])
+    separator_id: CountOrZero | None = setting(None, "50256")
     """End-of-text id to put between rows of padded files; `mask_documents` requires it there."""
-    document_id: CountOrZero | None = pydantic.Field(default=None, examples=["50256"])
+    document_id: CountOrZero | None = setting(None, "50256")
     """End-of-text id that precedes each document."""
     mask_documents: Flag = False
     """Restrict attention to documents, and do not train on predicting `document_id`."""
-    block_shards: CountOrZero = pydantic.Field(default=0, examples=["32"])
+    block_shards: CountOrZero = setting(0, "32")
     """Shards that are shuffled together; 0: 16, or fewer to fit `disk_limit_gb`."""
-    fetch_ahead_shards: Count = pydantic.Field(default=4, examples=["8"])
+    fetch_ahead_shards: Count = setting(4, "8")
     """Shards to download ahead, beyond the block in use."""
-    fetch_ahead_seconds: NotNegative = pydantic.Field(default=300.0, examples=["600"])
+    fetch_ahead_seconds: NotNegative = setting(300.0, "600")
     """Download at least the shards of so many seconds of training ahead. An outage of the bucket of
     that length does not delay training."""
-    fetch_ahead_gb: Positive | None = pydantic.Field(default=None, examples=["20"])
+    fetch_ahead_gb: Positive | None = setting(None, "20")
     """Limit of the shards downloaded ahead, in 1e9 bytes; null: the rest of `disk_limit_gb`."""
-    fetch_timeout_s: Positive = pydantic.Field(default=600.0, examples=["1200"])
+    fetch_timeout_s: Positive = setting(600.0, "1200")
     """Longest wait for a shard without progress, in seconds."""
-    fetch_threads: Whole = pydantic.Field(default=8, ge=1, le=64, examples=["16"])
+    fetch_threads: Whole = setting(8, "16", ge=1, le=64)
     """Number of concurrent downloads; from a folder, at most one per core."""
 
     @pydantic.model_validator(mode="after")

@@ -118,10 +118,10 @@ def read_fragment(file: Path) -> dict[str, Any]:
         return _Fragment.model_validate(content).model_dump(exclude_unset=True, exclude_none=True)
     except pydantic.ValidationError as failure:
         problems = []
-        for found in failure.errors():
-            name, problem = ".".join(map(str, found["loc"])), f"= {json.dumps(found['input'])}: "
-            is_unknown = found["type"] == "extra_forbidden"
-            problem = _refusal(name, found["loc"]) if is_unknown else problem + wanted(found)
+        for detail in failure.errors():
+            name, problem = ".".join(map(str, detail["loc"])), f"= {json.dumps(detail['input'])}: "
+            is_unknown = detail["type"] == "extra_forbidden"
+            problem = _refusal(name, detail["loc"]) if is_unknown else problem + wanted(detail)
             problems.append(f"{file}: {name} {problem}")
         raise ConfigError("\n".join(problems)) from None
 

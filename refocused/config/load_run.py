@@ -141,7 +141,17 @@ class _Source:
         if name is not None:
             setting = yaml_source.Setting(name, name, yaml_source.COMMAND_LINE)
             typed.settings["run", "name"] = setting
-        _shorten_warmup(written, typed)
+        # The file's warmup is shortened if the command line's `run.steps` would end within it.
+        key = ("schedule", "warmup_steps")
+        steps, warmup = typed.settings.get(("run", "steps")), written.settings.get(key)
+        if steps is not None and warmup is not None and key not in typed.settings:
+            with contextlib.suppress(pydantic.ValidationError):  # reported by `decode`
+                count = _COUNT.validate_python(steps.value)
+                if _COUNT.validate_python(warmup.value) >= count:
+                    shorter = count // _SHORTENED_WARMUP
+                    text = f"{shorter} (1/{_SHORTENED_WARMUP} of run.steps={steps.text})"
+                    setting = yaml_source.Setting(shorter, text, yaml_source.COMMAND_LINE)
+                    typed.settings[key] = setting
         self.file = file
         self._written = written.settings
         self._typed = typed.settings
@@ -269,20 +279,6 @@ class _Source:
             return math.inf
         line = re.match(r":(\d+):", problem.removeprefix(str(self.file)))
         return int(line[1]) if line else sys.maxsize
-
-
-def _shorten_warmup(written: yaml_source.Document, typed: yaml_source.Document) -> None:
-    """Shorten the file's warmup if the command line's `run.steps` would end the run within it."""
-    key = ("schedule", "warmup_steps")
-    steps, warmup = typed.settings.get(("run", "steps")), written.settings.get(key)
-    if steps is None or warmup is None or key in typed.settings:
-        return
-    with contextlib.suppress(pydantic.ValidationError):  # reported by `decode`
-        count = _COUNT.validate_python(steps.value)
-        if _COUNT.validate_python(warmup.value) >= count:
-            shorter = count // _SHORTENED_WARMUP
-            text = f"{shorter} (1/{_SHORTENED_WARMUP} of run.steps={steps.text})"
-            typed.settings[key] = yaml_source.Setting(shorter, text, yaml_source.COMMAND_LINE)
 
 
 def _shown(setting: yaml_source.Setting) -> str:

@@ -217,39 +217,35 @@ def shape_from(settings: Mapping[str, Any], *, where: str) -> ModelShape:
     if problems:
         raise ConfigError("\n".join(f"{where}: {problem}" for problem in problems))
     values = {**family.defaults, **settings, **family.fixed}
+    width, count = values[family.width], values[family.mixing]
+    mixer: Mixer
+    if family.has_attention:
+        mixer = Attention(
+            heads=count,
+            bias=bool(values["attention_bias"]),
+            key_heads=values.get("num_key_value_heads") or count,
+            head_width=values.get("head_dim") or width // count,
+        )
+    else:
+        heads = values.get("attention_heads") or max(1, width // 64)
+        taps, memory_heads, every = (values.get(name) or 0 for name in RECALL[:3])
+        recall = Recall(taps, memory_heads, every, heads)
+        scales = tuple(values.get("scales") or (1,))
+        is_ten = family.mixer == "eigenstates"
+        mixer = Eigenstates(count, scales, recall) if is_ten else Resonators(count, recall)
     return ModelShape(
         family=name,
         vocabulary=values["vocab_size"],
-        width=values[family.width],
+        width=width,
         layers=values[family.layers],
-        ffn_width=values.get(family.ffn_width) or 4 * values[family.width],
+        ffn_width=values.get(family.ffn_width) or 4 * width,
         ffn_bias=bool(values["mlp_bias"]),
         max_length=values[family.max_length],
         learned_positions=bool(values["learned_positions"]),
         tied=bool(values["tie_word_embeddings"]),
         softcap=values.get("final_logit_softcapping"),
-        mixer=_mixer(values, family),
+        mixer=mixer,
         settings=dict(settings),
-    )
-
-
-def _mixer(values: Mapping[str, Any], family: Family) -> Mixer:
-    count = values[family.mixing]
-    recall = Recall(
-        taps=values.get("convolution_width") or 0,
-        memory_heads=values.get("memory_heads") or 0,
-        attention_every=values.get("attention_every") or 0,
-        attention_heads=values.get("attention_heads") or max(1, values[family.width] // 64),
-    )
-    if family.mixer == "resonators":
-        return Resonators(count, recall)
-    if family.mixer == "eigenstates":
-        return Eigenstates(count, tuple(values.get("scales") or (1,)), recall)
-    return Attention(
-        heads=count,
-        bias=bool(values["attention_bias"]),
-        key_heads=values.get("num_key_value_heads") or count,
-        head_width=values.get("head_dim") or values[family.width] // count,
     )
 
 

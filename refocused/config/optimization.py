@@ -16,6 +16,7 @@ from refocused.config.section import (
     Positive,
     Section,
     number_or_word,
+    setting,
 )
 
 Dtype = Literal["bf16", "fp16", "fp32"]
@@ -33,11 +34,11 @@ class BatchConfig(Section):
     micro_batch_size: CountOrAuto = pydantic.Field(examples=["8"])
     """Sequences of one forward and backward pass on one GPU. `auto`: the most that fit into its
     memory and divide `global_batch_size`; on CPUs up to 4,096 tokens."""
-    gradient_accumulation_steps: Count | None = pydantic.Field(default=None, examples=["16"])
+    gradient_accumulation_steps: Count | None = setting(None, "16")
     """Micro-batches whose gradients are summed for one update."""
-    global_batch_size: Count | None = pydantic.Field(default=None, examples=["512"])
+    global_batch_size: Count | None = setting(None, "512")
     """Sequences of one step on all GPUs together."""
-    warmup_steps: Count | None = pydantic.Field(default=None, examples=["1000"])
+    warmup_steps: Count | None = setting(None, "1000")
     """Steps over which the micro-batches of a step grow from 1 to all, and the batch with them."""
 
     @pydantic.model_validator(mode="after")
@@ -56,27 +57,25 @@ class OptimizerConfig(Section):
     """`muon` updates the linear layers of the blocks with Muon and everything else with AdamW."""
     lr: Positive = pydantic.Field(examples=["3e-4"])
     """Peak learning rate."""
-    matrix_lr: Positive | None = pydantic.Field(default=None, examples=["2e-3"])
+    matrix_lr: Positive | None = setting(None, "2e-3")
     """Peak learning rate of Muon's matrices, whose updates have the size of AdamW's; unset:
     `lr`. It follows the same schedule."""
-    betas: tuple[DecayRate, DecayRate] = pydantic.Field(
-        default=(0.9, 0.95), examples=["[0.9, 0.98]"]
-    )
+    betas: tuple[DecayRate, DecayRate] = setting((0.9, 0.95), "[0.9, 0.98]")
     """Decay rates of the first and second moment."""
-    eps: Positive = pydantic.Field(default=1e-8, examples=["1e-6"])
+    eps: Positive = setting(1e-8, "1e-6")
     """Constant added to the square root of the second moment."""
-    weight_decay: NotNegative = pydantic.Field(default=0.1, examples=["0.05"])
+    weight_decay: NotNegative = setting(0.1, "0.05")
     """Decoupled weight decay of matrices and embeddings; each step's is multiplied by its learning
     rate."""
-    matrix_decay: NotNegative | None = pydantic.Field(default=None, examples=["0.05"])
+    matrix_decay: NotNegative | None = setting(None, "0.05")
     """Weight decay of Muon's matrices; unset: `weight_decay`."""
     cautious_decay: Flag = False
     """Decay elements of Muon's matrices only where the update also moves them towards 0."""
     normuon: Flag = False
     """Give each output of Muon's matrices an update of the same size over time (NorMuon)."""
-    momentum_warmup_steps: CountOrZero = pydantic.Field(default=0, examples=["300"])
+    momentum_warmup_steps: CountOrZero = setting(0, "300")
     """Steps in which Muon's momentum rises from 0.85 to 0.95; 0: always 0.95."""
-    clip: NotNegative = pydantic.Field(default=1.0, examples=["0.5"])
+    clip: NotNegative = setting(1.0, "0.5")
     """Clip the gradient to this global norm; 0: no clipping."""
 
     @pydantic.model_validator(mode="after")
@@ -98,19 +97,19 @@ class ScheduleConfig(Section):
     (cosine up during the warmup, cosine down to the floor), `warm_restarts` (a cosine every
     `cycle_steps`, each `cycle_growth` times as long as the previous one), or `constant` (after the
     warmup)."""
-    warmup_steps: CountOrZero = pydantic.Field(default=0, examples=["2000"])
+    warmup_steps: CountOrZero = setting(0, "2000")
     """Steps of the warmup from 0 to the peak."""
-    min_lr_ratio: Fraction = pydantic.Field(default=0.1, examples=["0.05"])
+    min_lr_ratio: Fraction = setting(0.1, "0.05")
     """Learning rate of the last update as a share of the peak."""
-    cycle_steps: Count | None = pydantic.Field(default=None, examples=["5000"])
+    cycle_steps: Count | None = setting(None, "5000")
     """Length of the first cycle of `warm_restarts`, in steps."""
-    cycle_growth: Positive = pydantic.Field(default=1.0, examples=["2"])
+    cycle_growth: Positive = setting(1.0, "2")
     """Length of each cycle as a multiple of the previous one."""
     decay: Literal["linear", "1-sqrt"] | None = None
     """Form of the decay of `wsd`; null: `1-sqrt`, which falls fast at first."""
-    decay_fraction: Fraction | None = pydantic.Field(default=None, examples=["0.1"])
+    decay_fraction: Fraction | None = setting(None, "0.1")
     """Length of the decay of `wsd` as a share of `run.steps`; null: 0.2, or `decay_steps`."""
-    decay_steps: Count | None = pydantic.Field(default=None, examples=["2000"])
+    decay_steps: Count | None = setting(None, "2000")
     """Length of the decay of `wsd` in steps."""
 
     @pydantic.model_validator(mode="after")
@@ -147,10 +146,10 @@ class PrecisionConfig(Section):
     each matrix (`tensorwise`) or each row (`rowwise`: more exact, slower)."""
     tf32: Flag = True
     """Use TF32 for float32 matrix products on NVIDIA GPUs, except in TEN's scan."""
-    initial_scale_power: CountOrZero = pydantic.Field(default=16, examples=["12"])
+    initial_scale_power: CountOrZero = setting(16, "12")
     """With fp16, the initial loss scale is 2 to this power. An update that overflows is skipped;
     its step and tokens count."""
-    scale_window: Count = pydantic.Field(default=1000, examples=["500"])
+    scale_window: Count = setting(1000, "500")
     """With fp16, steps without overflow before the loss scale doubles."""
 
     @pydantic.model_validator(mode="after")
@@ -174,7 +173,7 @@ class ZeroSettings(Section):
     """
 
     stage: Annotated[Literal[0, 1, 2, 3, "auto"], pydantic.BeforeValidator(number_or_word)] = (
-        pydantic.Field(default=3, examples=["auto"])
+        setting(3, "auto")
     )
     """0 replicates everything (and sums 16-bit gradients in 16 bits), 1 partitions the optimizer
     states, 2 also the gradients, 3 also the parameters."""
@@ -185,9 +184,9 @@ class ZeroSettings(Section):
     partition: Literal["world", "node"] = "world"
     """Ranks that the backward pass gathers weights from, in stage 3: `node` keeps a second copy,
     partitioned inside each node (ZeRO++ hpZ), so that no weights cross the network then."""
-    nvme_path: PathText | None = pydantic.Field(default=None, examples=["/mnt/nvme/states"])
+    nvme_path: PathText | None = setting(None, "/mnt/nvme/states")
     """Folder on a local NVMe drive for offloads to `nvme`."""
-    fragment: PathText | None = pydantic.Field(default=None, examples=["gather_once_a_step"])
+    fragment: PathText | None = setting(None, "gather_once_a_step")
     """Name of a file in `config/deepspeed/` with DeepSpeed settings that have no place in the run
     file (bucket sizes, overlap, aio)."""
 

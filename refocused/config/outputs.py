@@ -17,28 +17,29 @@ from refocused.config.section import (
     TwoOrAll,
     Whole,
     matching,
+    setting,
 )
 
 
 class CheckpointConfig(Section):
     """When checkpoints are saved, how many are kept, and where they are mirrored."""
 
-    interval: CountOrZero = pydantic.Field(default=1000, examples=["500"])
+    interval: CountOrZero = setting(1000, "500")
     """Steps between saves; 0: save only at the end, at stops and where other settings say so."""
-    keep: Whole = pydantic.Field(default=5, ge=2, examples=["10"])
+    keep: Whole = setting(5, "10", ge=2)
     """Newest of these checkpoints to keep locally, besides the best, the last of the run, the
     newest of an interruption, and those not in the mirror."""
     keep_epochs: Flag = False
     """Also save at the end of every epoch, and keep these checkpoints."""
     save_best: Flag = True
     """Also save after every validation with a new best loss."""
-    mirror: PathText | None = pydantic.Field(default=None, examples=["gs://my-bucket/checkpoints"])
+    mirror: PathText | None = setting(None, "gs://my-bucket/checkpoints")
     """Bucket prefix (as in `data.source`) or shared folder, for a copy of each checkpoint."""
-    keep_remote: TwoOrAll = pydantic.Field(default="all", examples=["20"])
+    keep_remote: TwoOrAll = setting("all", "20")
     """Newest rolling checkpoints to keep in the mirror; `all`: remove none there."""
-    drain_minutes: NotNegative = pydantic.Field(default=30.0, le=100, examples=["60"])
+    drain_minutes: NotNegative = setting(30.0, "60", le=100)
     """Longest wait for the mirror's queue at the end of a run, in minutes."""
-    max_failed_saves: Count = pydantic.Field(default=3, examples=["5"])
+    max_failed_saves: Count = setting(3, "5")
     """Failed saves in a row after which the run stops."""
     in_background: Flag = pydantic.Field(default=False, alias="async")
     """Save in the background (`async` in a run file): training waits only for a copy of the state
@@ -62,29 +63,27 @@ Task = Annotated[
 class EvaluationConfig(Section):
     """Validation, tasks and text samples during training; each also at the end."""
 
-    interval: CountOrZero = pydantic.Field(default=1000, examples=["500"])
+    interval: CountOrZero = setting(1000, "500")
     """Steps between validations; 0: only at the end."""
-    sequences: Count = pydantic.Field(default=256, examples=["512"])
+    sequences: Count = setting(256, "512")
     """Sequences of one validation over all ranks, the same every time."""
-    tasks: tuple[Task, ...] = pydantic.Field(
-        default=(), examples=["[hellaswag=data/hellaswag_val.jsonl]"]
-    )
+    tasks: tuple[Task, ...] = setting((), "[hellaswag=data/hellaswag_val.jsonl]")
     """Each `NAME=FILE.jsonl`; NAME is hellaswag, piqa, arc_easy, arc_challenge, lambada or
     multiple_choice. Or `FILE.jsonl`, whose form follows from its fields. Tasks and samples need the
     tokenizer's files (`data.tokenizer`)."""
-    task_interval: CountOrZero = pydantic.Field(default=0, examples=["5000"])
+    task_interval: CountOrZero = setting(0, "5000")
     """Steps between tasks; 0: only at the end."""
-    task_items: Count = pydantic.Field(default=1000, examples=["500"])
+    task_items: Count = setting(1000, "500")
     """Number of items of each task, the first ones, spread over the ranks."""
-    sample_prompt: Annotated[str, pydantic.Field(min_length=1)] | None = pydantic.Field(
-        default=None, examples=["Once upon a time"]
+    sample_prompt: Annotated[str, pydantic.Field(min_length=1)] | None = setting(
+        None, "Once upon a time"
     )
     """Prompt of the text samples; null: no samples."""
-    sample_interval: CountOrZero = pydantic.Field(default=0, examples=["2000"])
+    sample_interval: CountOrZero = setting(0, "2000")
     """Steps between text samples; 0: one with untrained weights and one at the end."""
-    sample_tokens: Count = pydantic.Field(default=200, examples=["100"])
+    sample_tokens: Count = setting(200, "100")
     """Tokens of a text sample."""
-    sample_temperature: Number = pydantic.Field(default=0.8, ge=LEAST_TEMPERATURE, examples=["0.3"])
+    sample_temperature: Number = setting(0.8, "0.3", ge=LEAST_TEMPERATURE)
     """Divides the logits of a text sample: the lower, the likelier the tokens drawn."""
 
 
@@ -108,14 +107,14 @@ def _not_too_often(seconds: float) -> float:
 class LogConfig(Section):
     """Log lines and metrics."""
 
-    interval: Count = pydantic.Field(default=10, examples=["50"])
+    interval: Count = setting(10, "50")
     """Steps between log lines. Only then is the loss read from the device."""
-    sample_seconds: Annotated[NotNegative, pydantic.AfterValidator(_not_too_often)] = (
-        pydantic.Field(default=5.0, examples=["10"])
+    sample_seconds: Annotated[NotNegative, pydantic.AfterValidator(_not_too_often)] = setting(
+        5.0, "10"
     )
     """Seconds between readings of GPUs and machine, which the alarms use; 0: no readings."""
-    on_alarm: Annotated[str, pydantic.AfterValidator(_address_or_command)] | None = pydantic.Field(
-        default=None, examples=["https://hooks.example.com/alarms"]
+    on_alarm: Annotated[str, pydantic.AfterValidator(_address_or_command)] | None = setting(
+        None, "https://hooks.example.com/alarms"
     )
     """Where critical alarms are sent when they are raised and cleared: an `https://` address (JSON
     by POST), or a shell command, as `./notify.sh` (the same JSON on its standard input); null:
@@ -138,7 +137,7 @@ class TrackingConfig(Section):
             ),
         ]
         | None
-    ) = pydantic.Field(default=None, examples=["my-team/refocused"])
+    ) = setting(None, "my-team/refocused")
     """Project at Weights & Biases, `PROJECT` or `ENTITY/PROJECT`. Without a key or network, the run
     writes to `RUN/wandb` for `wandb sync`."""
     tensorboard: Flag = False
@@ -151,9 +150,9 @@ class TrackingConfig(Section):
             ),
         ]
         | None
-    ) = pydantic.Field(default=None, examples=["/var/lib/node_exporter/refocused.prom"])
+    ) = setting(None, "/var/lib/node_exporter/refocused.prom")
     """File `NAME.prom` for the newest metrics, in the folder that node exporter reads."""
-    histogram_interval: CountOrZero = pydantic.Field(default=0, examples=["1000"])
+    histogram_interval: CountOrZero = setting(0, "1000")
     """Steps between histograms of weights and gradients, for Weights & Biases and TensorBoard; 0:
     none. Each gathers the model once in float32, tensor by tensor."""
 
@@ -167,11 +166,11 @@ class TrackingConfig(Section):
 class CostConfig(Section):
     """The price of the machine, and limits of what a run may cost."""
 
-    per_hour_usd: Positive | None = pydantic.Field(default=None, examples=["24"])
+    per_hour_usd: Positive | None = setting(None, "24")
     """Price of all machines of the run together, in USD an hour; null: unknown."""
-    budget_usd: Positive | None = pydantic.Field(default=None, examples=["400"])
+    budget_usd: Positive | None = setting(None, "400")
     """Limit of the cost over all sessions; then the run saves and stops with exit code 4."""
-    credit_usd: Positive | None = pydantic.Field(default=None, examples=["500"])
+    credit_usd: Positive | None = setting(None, "500")
     """Credit at the provider when the run first began; an alarm warns if it will not last."""
 
     @pydantic.model_validator(mode="after")

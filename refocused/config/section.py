@@ -34,6 +34,11 @@ class Section(pydantic.BaseModel):
         return {} if values is None else values  # null if every line of it is a comment
 
 
+def setting(default: Any, example: str, **limits: Any) -> Any:
+    """Return a setting with a default; the example, as YAML, is for the annotated run file."""
+    return pydantic.Field(default=default, examples=[example], **limits)
+
+
 def as_yaml(value: Any) -> Any:
     """Return what YAML makes of a value, whose scalars may be `Scalar`."""
     if isinstance(value, list):

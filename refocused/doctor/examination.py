@@ -28,7 +28,7 @@ from refocused.doctor.early import (
     places_of,
     sources_of,
 )
-from refocused.doctor.finding import Finding, size
+from refocused.doctor.finding import Finding
 from refocused.doctor.ranks import judge_allreduce, judge_step, start_ranks
 from refocused.estimate.memory_plan import (
     BF16_CAPABILITY,
@@ -56,7 +56,7 @@ from refocused.system.errors import (
     local_path,
 )
 from refocused.system.hardware import GpuSpec, cpu_flags, gpu_spec
-from refocused.system.number_text import duration
+from refocused.system.number_text import duration, size_text
 
 CPU_RANKS = 2
 # Training retries a bucket for minutes; the doctor should report an outage soon.
@@ -156,7 +156,9 @@ class Examination:
             self._choice = choice
             yield judge_plan(self.loaded, choice, ranks=ranks, memory_bytes=memory_bytes, gpu=gpu)
             host = plan_host(self.loaded, choice, ranks=ranks, ranks_here=ranks_here, device="cuda")
-            text = f"each machine needs {size(host.total)} of memory for {ranks_here} GPU ranks"
+            text = (
+                f"each machine needs {size_text(host.total)} of memory for {ranks_here} GPU ranks"
+            )
             yield Finding("memory", "ok", text)
             usd = likely.cost_usd or next((usd for _, usd in expected.offers_usd()), None)
             money = "" if usd is None else f" and ${usd:,.2f}"
@@ -169,7 +171,7 @@ class Examination:
         yield from self._data()
         if self._choice is not None:
             needs = run_fits.disk_needs(self.loaded, self._choice, ranks=ranks, tokens=self._tokens)
-            parts = ", ".join(f"{size(need.wanted_bytes)} {need.what}" for need in needs)
+            parts = ", ".join(f"{size_text(need.wanted_bytes)} {need.what}" for need in needs)
             yield Finding("disk", "ok", f"needs {parts}")
         text = "NOT CHECKED without the GPUs: their health and links, compilers, free memory and "
         given = [without_secrets(one) if one.startswith("log") else one for one in self.arguments]
@@ -368,9 +370,9 @@ def judge_plan(
 ) -> Finding:
     """Report whether a step fits into the smallest GPU, and its expected time on a known GPU."""
     zero, memory = choice.zero, choice.memory
-    whole = f" of {size(memory_bytes)}" if memory_bytes else ""
+    whole = f" of {size_text(memory_bytes)}" if memory_bytes else ""
     text = (
-        f"a step needs {size(memory.peak)}{whole} a rank ({size(memory.states)} "
+        f"a step needs {size_text(memory.peak)}{whole} a rank ({size_text(memory.states)} "
         f"states): ZeRO-{zero.stage}, micro-batch {choice.micro_batch_size}, "
         f"{counted(ranks, 'rank')}"
     )
@@ -379,7 +381,9 @@ def judge_plan(
         return Finding("plan", "fail" if memory.peak > memory_bytes else "warn", text, fix)
     bare = needless_offload(loaded, choice, ranks=ranks, memory_bytes=memory_bytes)
     if bare is not None:
-        text = f"{text}; it would fit without the offload ({size(bare.peak)}), which costs 8-55 %"
+        text = (
+            f"{text}; it would fit without the offload ({size_text(bare.peak)}), which costs 8-55 %"
+        )
         fix = "Set zero.offload_optimizer=none and zero.offload_parameters=none."
         return Finding("plan", "warn", text, fix)
     if gpu is not None:

@@ -18,8 +18,3 @@ class Finding:
     level: Level
     text: str
     fix: str | None = None
-
-
-def size(count: float) -> str:
-    """Format bytes in GB (1e9), small ones in MB."""
-    return f"{count / 1e9:,.1f} GB" if count >= 1e8 else f"{count / 1e6:,.1f} MB"

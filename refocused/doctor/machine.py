@@ -18,12 +18,13 @@ from typing import Literal, NamedTuple
 from packaging.requirements import Requirement
 
 from refocused.bucket.partial_files import free_bytes
-from refocused.doctor.finding import Finding, Level, size
+from refocused.doctor.finding import Finding, Level
 from refocused.estimate.memory_plan import Device
 from refocused.monitor.readings import GpuSample
 from refocused.monitor.sampler.alarms import alarm_rules, gpu_readings
 from refocused.monitor.sampler.machine_readings import FreeMemory
 from refocused.system.errors import RefocusedError, counted
+from refocused.system.number_text import size_text
 
 SHOWN = ("torch", "deepspeed", "transformers")
 PINS = Path(__file__).resolve().parents[2] / "requirements_training.txt"
@@ -136,7 +137,7 @@ def check_async_io(device: Device) -> Finding:
 def check_machine(memory: FreeMemory, *, ranks: int, device: Device) -> Iterator[Finding]:
     """Report what this machine or container has too little of for the ranks."""
     cores = len(os.sched_getaffinity(0))
-    text = f"{counted(cores, 'core')}, {size(memory.available)} of free memory"
+    text = f"{counted(cores, 'core')}, {size_text(memory.available)} of free memory"
     if cores < ranks:
         text = f"{text}: {ranks} ranks share the cores, so the GPUs wait for the CPU"
         yield Finding("machine", "warn", text, "Use a machine with more cores.")

@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from refocused.doctor.finding import Finding, size
+from refocused.doctor.finding import Finding
 from refocused.system.errors import ExitCode, TrainingError, counted
+from refocused.system.number_text import size_text
 from refocused.system.world import DeviceKind
 
 LONGEST_SECONDS = 900.0
@@ -76,8 +77,8 @@ def judge_step(outcome: RanksOutcome) -> Finding:
     memory = ""
     if result["peak_bytes"] is not None:
         memory = (
-            f", {size(result['peak_bytes'])} of {size(result['gpu_bytes'])} a GPU "
-            f"(planned {size(result['planned_bytes'])})"
+            f", {size_text(result['peak_bytes'])} of {size_text(result['gpu_bytes'])} a GPU "
+            f"(planned {size_text(result['planned_bytes'])})"
         )
     return Finding(
         "step",

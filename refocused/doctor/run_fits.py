@@ -8,7 +8,7 @@ from refocused.bucket.partial_files import existing_folder, free_bytes
 from refocused.config.cadence import Cadence
 from refocused.config.load_run import LoadedRun
 from refocused.data.formats.token_layout import element_type
-from refocused.doctor.finding import Finding, Level, size
+from refocused.doctor.finding import Finding, Level
 from refocused.estimate.flops import count_of_run
 from refocused.estimate.memory import checkpoint_bytes, checkpoints_on_disk
 from refocused.estimate.memory_plan import (
@@ -21,6 +21,7 @@ from refocused.estimate.memory_plan import (
 )
 from refocused.monitor.sampler.machine_readings import FreeMemory
 from refocused.system.errors import ConfigError
+from refocused.system.number_text import size_text
 
 EXPORTED_BYTES = 2  # a parameter of the final model, in bfloat16
 
@@ -78,15 +79,15 @@ def host_shortage(
         fits=fits,
         fewer_ranks=device == "cpu" and 1 < ranks == ranks_here,
     )
-    total, unit = size(planned.total), "CPU" if device == "cpu" else "GPU"
-    copies = f"{size(planned.copies)} copies for saves, " if planned.copies else ""
-    parts = f"{size(planned.tensors)} tensors, {copies}"
+    total, unit = size_text(planned.total), "CPU" if device == "cpu" else "GPU"
+    copies = f"{size_text(planned.copies)} copies for saves, " if planned.copies else ""
+    parts = f"{size_text(planned.tensors)} tensors, {copies}"
     if planned.building > planned.tensors + planned.copies:
-        parts = f"{size(planned.building)} to build the whole model on each, "
+        parts = f"{size_text(planned.building)} to build the whole model on each, "
     text = (
         f"the run needs {total} of this machine's memory ({ranks_here} {unit} ranks: {parts}"
-        f"{size(planned.processes)} processes), and {size(memory.available)} of "
-        f"{size(memory.total)} are free"
+        f"{size_text(planned.processes)} processes), and {size_text(memory.available)} of "
+        f"{size_text(memory.total)} are free"
     )
     fix = f"Use a machine with {total} of free memory, or a smaller model.preset."
     return Finding("memory", "fail", text, f"It fits with: {settings}" if settings else fix)
@@ -116,8 +117,8 @@ def check_disks(
         if free < sum(need.wanted_bytes for need in needs):
             level = "fail" if free < sum(need.least_bytes for need in needs) else "warn"
         places = ", ".join(dict.fromkeys(str(need.folder) for need in needs))
-        parts = ", ".join(f"{size(need.wanted_bytes)} {need.what}" for need in needs)
-        text = f"{size(free)} free for {places}: {parts}"
+        parts = ", ".join(f"{size_text(need.wanted_bytes)} {need.what}" for need in needs)
+        text = f"{size_text(free)} free for {places}: {parts}"
         yield Finding("disk", level, text, None if level == "ok" else fix)
 
 
@@ -133,7 +134,7 @@ def disk_needs(
     final = EXPORTED_BYTES * parameters if config.checkpoint.export_final else 0
     there = _folder_bytes(folder / "checkpoints")
     most_bytes, least = max(0, most * step + final - there), max(0, 2 * step - there)
-    yield _DiskNeed(f"of checkpoints ({most} x {size(step)})", folder, most_bytes, least)
+    yield _DiskNeed(f"of checkpoints ({most} x {size_text(step)})", folder, most_bytes, least)
     if tokens is not None:
         cache, limit = Path(config.data.cache), config.data.disk_limit_gb
         data = tokens * element_type(loaded.shape.vocabulary).itemsize

@@ -51,13 +51,13 @@ def native_dtype(
             return NativeDtype("bf16", f"the GPU computes in it (compute capability {number})")
         return NativeDtype("fp16", f"the GPU has no bf16 (compute capability {number})")
     names = " or ".join(BF16_FLAGS.values())
-    found = ", ".join(name for flag, name in BF16_FLAGS.items() if flag in cpu_flags)
-    if not found:
+    features = ", ".join(name for flag, name in BF16_FLAGS.items() if flag in cpu_flags)
+    if not features:
         return NativeDtype("fp32", f"the processor has no bf16 instructions ({names})")
     if cpu_gain is not None and (gain := cpu_gain()) < 1:
-        reason = f"a product in bf16 takes {1 / gain:.1f} times as long here, despite {found}"
+        reason = f"a product in bf16 takes {1 / gain:.1f} times as long here, despite {features}"
         return NativeDtype("fp32", reason)
-    return NativeDtype("bf16", f"the processor computes in it ({found})")
+    return NativeDtype("bf16", f"the processor computes in it ({features})")
 
 
 def cpu_bf16_gain() -> float:

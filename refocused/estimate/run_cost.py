@@ -220,8 +220,8 @@ class OnGpus:
     @property
     def hpz_pays_below(self) -> float | None:
         """Network rate of a GPU, in bytes a second, below which hpZ pays; None: one machine."""
-        of_3 = [one for one in self.by_zero if one.choice.zero.stage == 3]
-        by = {one.choice.zero.partition: one.step.traffic for one in of_3}
+        of_3 = [on for on in self.by_zero if on.choice.zero.stage == 3]
+        by = {on.choice.zero.partition: on.step.traffic for on in of_3}
         world, node = by.get("world"), by.get("node")
         if world is None or node is None:
             return None
@@ -250,7 +250,7 @@ class OnGpus:
             "work": {name: getattr(work, name) for name in numbers.split()}
             | {name: work.count(activity) for name, activity in due.items()},
             "scenarios": [dataclasses.asdict(c) | {"hours": c.hours} for c in self.scenarios],
-            "by_zero": [one.as_record() for one in self.by_zero],
+            "by_zero": [on.as_record() for on in self.by_zero],
             "hpz_pays_below_bytes_per_second": self.hpz_pays_below,
         }
 

@@ -326,7 +326,9 @@ def pass_work(
         ahead, back = (work.times(1 / model.sequence_parallel) for work in mixing)
         products = 2.0 * tokens * block_elements(kind)
         ways = kind.record.moved["eager" if model.compile == "off" else "compiled"]
-        by_way = {way: tokens * kind.bytes_a_token(one, size=size) for way, one in ways.items()}
+        by_way = {
+            way: tokens * kind.bytes_a_token(amounts, size=size) for way, amounts in ways.items()
+        }
         ahead += Work(products, elementwise=by_way["forward"])
         back += Work(2 * products, elementwise=by_way["backward"])
         if model.activation_checkpointing:

@@ -67,8 +67,8 @@ def named_gpu(name: str, *, option: str = "--gpu") -> GpuSpec:
     if facts is not None:
         return facts
     words = name.lower().removeprefix("nvidia").replace("-", " ").split()
-    matches = [one for one in _FACTS if words and one.name.lower().split()[: len(words)] == words]
-    matches = [one for one in matches if one.name in _DEFAULT_VARIANTS] or matches
+    matches = [gpu for gpu in _FACTS if words and gpu.name.lower().split()[: len(words)] == words]
+    matches = [gpu for gpu in matches if gpu.name in _DEFAULT_VARIANTS] or matches
     if len(matches) == 1:
         return matches[0]
     raise ConfigError(

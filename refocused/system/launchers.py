@@ -47,13 +47,13 @@ def complete_environment(environment: MutableMapping[str, str]) -> None:
         open_mpi, pmi = (_of_mpi(environment, names) for names in MPI)
         # mpirun starts its daemons by srun, and `srun --mpi=pmi2` sets PMI_SIZE.
         step = _of_srun(environment)
-        found = open_mpi or (pmi if pmi and pmi["WORLD_SIZE"] != step.get("WORLD_SIZE") else step)
-        if not found and environment.get("WORLD_SIZE", "1") != "1":
+        ranks = open_mpi or (pmi if pmi and pmi["WORLD_SIZE"] != step.get("WORLD_SIZE") else step)
+        if not ranks and environment.get("WORLD_SIZE", "1") != "1":
             raise ConfigError(
                 f"WORLD_SIZE={environment['WORLD_SIZE']} is set, but RANK is not. Start with "
                 "deepspeed, torchrun or srun, or set RANK, LOCAL_RANK and LOCAL_WORLD_SIZE, too."
             )
-        environment.update(found)
+        environment.update(ranks)
     environment.update(torch_settings(environment))
 
 
@@ -111,9 +111,9 @@ def _of_mpi(environment: Mapping[str, str], names: list[str]) -> dict[str, str]:
     if "MASTER_ADDR" not in environment or any(name not in environment for name in names):
         return {}
     size, rank, local_rank, local_size = (environment[name] for name in names)
-    found = {"WORLD_SIZE": size, "RANK": rank, "LOCAL_RANK": local_rank}
+    ranks = {"WORLD_SIZE": size, "RANK": rank, "LOCAL_RANK": local_rank}
     port = environment.get("MASTER_PORT", MPI_PORT)
-    return found | {"LOCAL_WORLD_SIZE": local_size, "MASTER_PORT": port}
+    return ranks | {"LOCAL_WORLD_SIZE": local_size, "MASTER_PORT": port}
 
 
 def _of_srun(environment: Mapping[str, str]) -> dict[str, str]:
@@ -198,7 +198,7 @@ def is_typed_into(words: Sequence[str]) -> bool:
 
 def expand_nodes(text: str) -> list[str]:
     """Expand SLURM's `gpu[01-02,7],login` as scontrol would, which containers lack."""
-    found = []
+    nodes = []
     for name in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
         before, _, rest = name.partition("[")
         inside, _, after = rest.partition("]")
@@ -208,8 +208,8 @@ def expand_nodes(text: str) -> list[str]:
             if last:
                 numbers = [f"{n:0{len(first)}d}" for n in range(int(first), int(last) + 1)]
             ends = expand_nodes(after) or [""]  # `rack[1-2]n[1-4]`
-            found += [f"{before}{number}{end}" for number in numbers for end in ends]
-    return found
+            nodes += [f"{before}{number}{end}" for number in numbers for end in ends]
+    return nodes
 
 
 def expand_tasks(text: str) -> list[int]:
@@ -271,9 +271,7 @@ def _promises(
 def _is_loopback(host: str) -> bool:
     """Return whether a name or an address is this host's own; unknown names are not."""
     try:
-        found = socket.getaddrinfo(host, None)
-        return any(
-            ipaddress.ip_address(str(one[4][0]).partition("%")[0]).is_loopback for one in found
-        )
+        addresses = [str(row[4][0]).partition("%")[0] for row in socket.getaddrinfo(host, None)]
+        return any(ipaddress.ip_address(address).is_loopback for address in addresses)
     except (OSError, ValueError):
         return False

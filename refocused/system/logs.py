@@ -22,7 +22,7 @@ def with_level(level: Level | None, text: str) -> str:
     if level is None:
         return text
     lines = text.split("\n")
-    return "\n".join(f"{level}: {one}" if one and not one[0].isspace() else one for one in lines)
+    return "\n".join(f"{level}: {row}" if row and not row[0].isspace() else row for row in lines)
 
 
 def print_message(level: Level | None, text: str) -> None:
@@ -90,9 +90,9 @@ class ScreenFormatter(logging.Formatter):
         text = f"{self._rank}{record.getMessage()}"
         text = with_level(levels.get(record.levelno), text)
         if record.exc_info:
-            files = [one.baseFilename for one in root.handlers if isinstance(one, _LogFile)]
+            files = [log.baseFilename for log in root.handlers if isinstance(log, _LogFile)]
             frames = traceback.format_exception(record.exc_info[1], limit=-5 if files else None)
-            text = f"{text}\n{''.join(frames)}" + "".join(f"All frames: {one}" for one in files[:1])
+            text = f"{text}\n{''.join(frames)}" + "".join(f"All frames: {log}" for log in files[:1])
         return f"{self._begin}{printable(text.rstrip())}"
 
 

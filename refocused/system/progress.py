@@ -191,8 +191,8 @@ class Progress(ctypes.Structure):
 def open_collectives(record: bytes, *, most: int = 8) -> list[str]:
     """Name the collectives of torch's flight record that are not complete, oldest first."""
     return [
-        f"{one['profiling_name']} number {one['collective_seq_id']} of group "
-        f"{one['process_group'][0]}, sizes {one['input_sizes']!s:.60}"
-        for one in json.loads(record).get("entries", [])
-        if not one["retired"] and one["state"] != "completed"
+        f"{entry['profiling_name']} number {entry['collective_seq_id']} of group "
+        f"{entry['process_group'][0]}, sizes {entry['input_sizes']!s:.60}"
+        for entry in json.loads(record).get("entries", [])
+        if not entry["retired"] and entry["state"] != "completed"
     ][:most]

@@ -45,15 +45,15 @@ def meet(environment: Mapping[str, str], *, on_each_host: int, limit_seconds: fl
     """
     rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
     until = time.monotonic() + limit_seconds
-    own, store = _present(environment), _open(environment, limit_seconds=limit_seconds)
+    mine, store = _present(environment), _open(environment, limit_seconds=limit_seconds)
     try:
-        first = json.loads(store.compare_set(f"rank/{rank}", "", json.dumps(own)))
-        if first != own and on_each_host == size:
+        first = json.loads(store.compare_set(f"rank/{rank}", "", json.dumps(mine)))
+        if first != mine and on_each_host == size:
             raise ConfigError(_taken(environment)).agreed()
-        if first != own:
-            twice = f"Rank {rank} was started twice, on {first['host']} and on {own['host']}. "
+        if first != mine:
+            twice = f"Rank {rank} was started twice, on {first['host']} and on {mine['host']}. "
             store.set("twice", f"{twice}Give each host another number (--node_rank).")
-        if rank == 0 and first == own:
+        if rank == 0 and first == mine:
             verdict = _judge(store, size=size, on_each_host=on_each_host, until=until)
             store.set("verdict", verdict or " ")
             time.sleep(LAST_SECONDS if verdict else 0)  # its end closes the store
@@ -65,9 +65,9 @@ def meet(environment: Mapping[str, str], *, on_each_host: int, limit_seconds: fl
                 if is_late and not store.check(["rank/0"]):
                     raise ConfigError(_taken(environment)).agreed()
             store.wait(["verdict"], datetime.timedelta(seconds=POLL_SECONDS))
-            verdict = store.get("twice" if first != own else "verdict").decode().strip()
+            verdict = store.get("twice" if first != mine else "verdict").decode().strip()
     except RuntimeError as error:  # torch's
-        verdict = f"{own['host']} lost rank 0 before all had started ({reason_of(error)})."
+        verdict = f"{mine['host']} lost rank 0 before all had started ({reason_of(error)})."
     if verdict:
         raise ConfigError(verdict).agreed()
     return store
@@ -114,11 +114,11 @@ def _taken(environment: Mapping[str, str]) -> str:
     address, port = environment["MASTER_ADDR"], environment["MASTER_PORT"]
     owner = "another program, as it seems"  # or this user may not use it
     with contextlib.suppress(psutil.Error):
-        for one in psutil.net_connections("tcp"):
-            is_here = one.status == psutil.CONN_LISTEN and str(one.laddr.port) == port
-            if is_here and one.pid not in (None, os.getpid()):
-                words = " ".join(psutil.Process(one.pid).cmdline()).split()
-                owner = f"process {one.pid} ({' '.join(words):.80})"
+        for connection in psutil.net_connections("tcp"):
+            is_here = connection.status == psutil.CONN_LISTEN and str(connection.laddr.port) == port
+            if is_here and connection.pid not in (None, os.getpid()):
+                words = " ".join(psutil.Process(connection.pid).cmdline()).split()
+                owner = f"process {connection.pid} ({' '.join(words):.80})"
     return (
         f"Port {port} of {address} is used by {owner}. Choose another for all ranks: --master_port "
         f"(MASTER_PORT); {as_typed('launch')} takes a free one."
@@ -130,17 +130,17 @@ def _present(environment: Mapping[str, str]) -> Present:
     source = hashlib.sha256()
     for file in sorted(Path(__file__).parents[1].rglob("*.py")):
         source.update(file.read_bytes())
-    found = {name: importlib.metadata.version(name) for name in COMPARED[:3]}
-    found |= {"python": platform.python_version(), "host": socket.gethostname()}
-    found |= {"refocused": f"{__version__} (files {source.hexdigest()[:8]})"}
+    present = {name: importlib.metadata.version(name) for name in COMPARED[:3]}
+    present |= {"python": platform.python_version(), "host": socket.gethostname()}
+    present |= {"refocused": f"{__version__} (files {source.hexdigest()[:8]})"}
     devices = [name for _, name in socket.if_nameindex()]
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         # NCCL takes first letters, too, `=` before a whole name, and `^` before those to leave out.
-        wanted = re.split("[=,]", environment.get(variable, "^"))
-        if wanted[0][:1] != "^" and not any(d.startswith(n) for n in wanted if n for d in devices):
+        names = re.split("[=,]", environment.get(variable, "^"))
+        if names[0][:1] != "^" and not any(d.startswith(n) for n in names if n for d in devices):
             text = f"{variable}={environment[variable]}, but its network interfaces are "
-            found["trouble"] = text + ", ".join(devices)
-    return found | {"token": os.urandom(8).hex()}
+            present["trouble"] = text + ", ".join(devices)
+    return present | {"token": os.urandom(8).hex()}
 
 
 def _judge(store: Store, *, size: int, on_each_host: int, until: float) -> str:
@@ -156,7 +156,7 @@ def _judge(store: Store, *, size: int, on_each_host: int, until: float) -> str:
     here = {r: json.loads(store.get(f"rank/{r}")) for r in range(size) if r not in missing}
     first = here[0]
     if missing:
-        hosts = {rank // on_each_host: one["host"] for rank, one in here.items()}
+        hosts = {rank // on_each_host: other["host"] for rank, other in here.items()}
         nodes = [(rank, rank // on_each_host) for rank in missing]
         named = [f"rank {rank} of {hosts.get(n, f'node {n}')}" for rank, n in nodes]
         named[SHOWN:] = [f"{len(named) - SHOWN} more"] if len(named) > SHOWN else []
@@ -165,14 +165,15 @@ def _judge(store: Store, *, size: int, on_each_host: int, until: float) -> str:
             f"but rank 0 on {first['host']} did. Start the command on all hosts, and read its "
             "output there; run.join_seconds allows more time."
         )
-    for one in here.values():
-        if "trouble" in one:
-            return f"{one['host']} has {one['trouble']}. Correct or remove the variable there."
+    for other in here.values():
+        if "trouble" in other:
+            return f"{other['host']} has {other['trouble']}. Correct or remove the variable there."
         for name in COMPARED:
-            if one[name] != first[name]:
+            if other[name] != first[name]:
                 return (
-                    f"{one['host']} has {name} {one[name]}, but {first['host']} has {first[name]}. "
-                    "Bring all hosts to one commit; run launch/setup_environment.sh on each."
+                    f"{other['host']} has {name} {other[name]}, but {first['host']} has "
+                    f"{first[name]}. Bring all hosts to one commit; run "
+                    "launch/setup_environment.sh on each."
                 )
     return ""
 

@@ -78,8 +78,9 @@ def _check_depth(value: object) -> None:
     level = [value]
     for _ in range(MAX_DEPTH + 1):
         below: list[object] = []
-        for one in level:
-            below += one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()
+        for part in level:
+            if isinstance(part, dict | list):
+                below += part.values() if isinstance(part, dict) else part
         if not below:
             return
         level = below

@@ -301,9 +301,9 @@ def _watch(connection: socket.socket, host: str) -> None:
     if not _leaving.wait(0 if _silent else NOTICE_SECONDS):
         # gloo waits for a silent rank even if another one exits; without any connection it fails.
         for file in Path("/proc/self/fd").iterdir():
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(file.name))) as one:
-                if one.family in (socket.AF_INET, socket.AF_INET6) and one.getpeername():
-                    one.shutdown(socket.SHUT_RDWR)  # no listener, at which gloo would abort
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(file.name))) as end:
+                if end.family in (socket.AF_INET, socket.AF_INET6) and end.getpeername():
+                    end.shutdown(socket.SHUT_RDWR)  # no listener, at which gloo would abort
         if not _leaving.wait(EXIT_SECONDS):  # NCCL may block it
             logging.getLogger(__name__).error("Exiting: %s.", *_silent or ["another rank exited"])
             os._exit(ExitCode.FAILED)

@@ -1,6 +1,10 @@
+"""Log lines on the terminal, in its place a progress bar, and in files."""
+
 import contextlib
+import io
 import logging
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -76,3 +80,39 @@ def test_a_full_disk_loses_lines_without_a_traceback(
     logs.start_files(tmp_path, 1)
     speak()
     assert capsys.readouterr().err == ""
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def lines_of(terminal: Terminal) -> list[str]:
+    """What a terminal of 60 columns shows: what is erased is gone."""
+    text = re.sub(r"\x1b\[\d+m", "", terminal.getvalue())  # colours
+    return [re.sub(".*\r\x1b\\[2K", "", line) for line in text.split("\n")]
+
+
+def test_log_lines_take_the_place_of_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, terminal = [0.0], Terminal()
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stdout", terminal)
+    logs.start_screen(0)
+    bar = logs.ProgressBar(terminal, 2000, lambda step: "left 48 s", clock=lambda: now[0])
+    bar.show(500)
+    assert re.fullmatch(r"step 500/2,000 \S+ +25.0% \| left 48 s", lines_of(terminal)[-1])
+    assert len(lines_of(terminal)[-1]) < 60
+    bar.show(501)  # too soon
+    logging.getLogger("refocused.x").info("step 501 | loss 2.5")
+    assert lines_of(terminal) == ["step 501 | loss 2.5", ""]
+    now[0] += logs.PAUSE_SECONDS
+    bar.show(502)
+    assert lines_of(terminal)[0] == "step 501 | loss 2.5"
+    assert lines_of(terminal)[-1].startswith("step 502/2,000 ")
+
+
+def test_what_is_no_terminal_gets_no_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert logs.erasure(io.StringIO()) == ""
+    monkeypatch.setenv("TERM", "dumb")
+    assert logs.erasure(Terminal()) == ""

@@ -97,7 +97,7 @@ def test_running_out_of_memory_is_explained() -> None:
     ):
         raise torch.OutOfMemoryError("CUDA out of memory.")
     assert str(raised.value).startswith(
-        "Out of GPU memory on rank 0 at step 7 (0.0 of 0.0 GiB). Micro batch 8 x 2048 tokens. Try "
+        "Out of GPU memory on rank 0 at step 7 (0 B of 0 B). Micro batch 8 x 2048 tokens. Try "
         "batch.micro_batch_size=4 (same tokens a step, 32 accumulation steps: with "
         "batch.gradient_accumulation_steps in the run file set that too) or "
         "model.activation_checkpointing=true."

@@ -24,6 +24,7 @@ from refocused.estimate.memory_plan import needless_offload
 from refocused.estimate.step_time import step_of_run
 from refocused.system.errors import counted
 from refocused.system.hardware import gpu_spec
+from refocused.system.number_text import count_text
 from refocused.system.world import World
 
 if TYPE_CHECKING:
@@ -139,12 +140,11 @@ def data_lines(data: DataParts, run: RunConfig, plan: BatchPlan) -> list[str]:
     sequences = sum(source.sequences for source in data.sources)
     kept = sum(source.kept for source in data.sources)
     tokens = manifest.tokens
-    count = f"{tokens / 1e9:.2f} B" if tokens >= 1e9 else f"{tokens / 1e6:.2f} M"
     trained, length = plan.sequences_between(0, steps), plan.sequence_length
     unused = unused_tokens(manifest.shards, sequence_length=length) / tokens
     passes = f", {trained / sequences:.2f} epochs in {counted(steps, 'step')}"
     lines = [
-        f"  data     {counted(len(manifest.shards), 'shard')}, {count} tokens "
+        f"  data     {counted(len(manifest.shards), 'shard')}, {count_text(tokens)} tokens "
         f"({size / 1e9:.2f} GB, {manifest.tokenizer}), {counted(sequences, 'sequence')} to "
         f"train and {kept:,} to validate ({unused:.2%} of the tokens are unused, at the ends of "
         f"shards)"

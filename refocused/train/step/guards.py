@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from refocused.system.errors import RefocusedError, TrainingError
+from refocused.system.number_text import size_text
 
 if TYPE_CHECKING:
     from refocused.config.batch_plan import BatchPlan
@@ -33,10 +34,10 @@ def explaining_lack_of_memory(
     try:
         yield
     except torch.OutOfMemoryError as error:
-        used, total = 0.0, 0.0
+        free, total = 0, 0
         if world.device_kind == "cuda":
-            free, whole = torch.cuda.mem_get_info(world.device)
-            used, total = (whole - free) / 2**30, whole / 2**30
+            free, total = torch.cuda.mem_get_info(world.device)
+        used = f"{size_text(total - free)} of {size_text(total)}"
         tries = "model.activation_checkpointing=true"
         smaller = next(
             (d for d in range(plan.micro_batch_size // 2, 0, -1) if plan.micro_batch_size % d == 0),
@@ -51,7 +52,7 @@ def explaining_lack_of_memory(
             )
         when = "outside of a step" if step is None else f"at step {step:,}"
         raise TrainingError(
-            f"Out of GPU memory on rank {world.rank} {when} ({used:.1f} of {total:.1f} GiB). "
+            f"Out of GPU memory on rank {world.rank} {when} ({used}). "
             f"Micro batch {plan.micro_batch_size} x {plan.sequence_length} tokens. Try {tries}."
         ) from error
 
