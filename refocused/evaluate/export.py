@@ -1,12 +1,15 @@
 """Export a checkpoint to a transformers folder: written, compared with the checkpoint, renamed."""
 
 import ast
+import contextlib
 import dataclasses
+import fcntl
 import importlib
 import inspect
 import json
 import logging
 import math
+import os
 import re
 import secrets
 import shutil
@@ -17,10 +20,19 @@ from typing import Any
 
 import torch
 
+from refocused.bucket.bucket import crc32c_of
+from refocused.bucket.open_bucket import open_bucket
 from refocused.checkpoints.resume.changes import checked_trainer
-from refocused.checkpoints.step.checkpoint_directory import read_mapping
+from refocused.checkpoints.step.checkpoint_directory import (
+    Checkpoint,
+    in_use,
+    read_checkpoint,
+    read_mapping,
+)
+from refocused.checkpoints.step.checkpoint_manifest import MANIFEST
 from refocused.config.model_shape import families
-from refocused.evaluate.export_copy import HUB_SECONDS, hub_errors
+from refocused.evaluate.export_copy import FOLDER, HUB_SECONDS, ORIGIN, hub_errors, upload_folder
+from refocused.evaluate.final_model import FinalModelAnswer, FinalModelRequest
 from refocused.evaluate.load_model import build_network, load_network
 from refocused.evaluate.model_weights import (
     TORCH_DTYPES,
@@ -28,10 +40,17 @@ from refocused.evaluate.model_weights import (
     Dtype,
     ModelWeights,
     network_class,
+    tokenizer_of,
 )
 from refocused.models.causal_lm import CausalLM
-from refocused.system.atomic_files import fsync_directories, fsync_path
-from refocused.system.errors import CheckpointError
+from refocused.system.atomic_files import (
+    fsync_directories,
+    fsync_path,
+    replace_folder,
+    write_json_atomic,
+)
+from refocused.system.errors import CheckpointError, RefocusedError
+from refocused.system.strict_json import parse_json
 from refocused.tokenizers.encoders import BYTES, HUB, TOKENIZER_CONFIG
 
 CHECKED_TOKENS = 64
@@ -125,6 +144,56 @@ def push_folder(folder: Path, address: str) -> str:
         except RepositoryNotFoundError:
             api.create_repo(model, private=True)
         return str(api.upload_folder(repo_id=model, folder_path=folder).commit_url)
+
+
+def export_final_model(argument: str) -> None:
+    """Make the final model of a run in this process; the argument is FinalModelRequest as JSON."""
+    request = FinalModelRequest.model_validate_json(argument)
+    _log.info("process %d exports %s", os.getpid(), request.step)
+    answer = answer_to(request)
+    _log.info("%s: %s", answer.status, answer.text)
+
+
+def answer_to(request: FinalModelRequest) -> FinalModelAnswer:
+    """Export and upload a final model, in place of an older one, and write the answer."""
+    text, status = "", "failed"
+    try:
+        step = read_checkpoint(request.step)
+        # A process of an earlier session may still be running.
+        with (request.run / f".{FOLDER}.lock").open("w") as lock, in_use(step.path):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            _replace_final(request.folder, step)
+        size = sum(path.stat().st_size for path in request.folder.iterdir())
+        text, status = f"step {step.step:,}, {size / 1e6:,.1f} MB", "made"
+        if request.bucket is not None:
+            bucket = open_bucket(request.bucket, request.credentials)
+            upload_folder(request.folder, bucket, request.prefix)
+            copy = f"{bucket.url.rstrip('/')}/{request.prefix}"
+            text, status = f"{text}, also in {copy}", "uploaded"
+    except RefocusedError as error:
+        text = f"{text}. {error}" if text else str(error)
+    record = {"token": request.token, "status": status, "text": text}
+    write_json_atomic(request.answer, record)
+    return FinalModelAnswer.model_validate(record)
+
+
+def _replace_final(folder: Path, step: Checkpoint) -> None:
+    """Make the final model of a checkpoint, unless the folder is that already."""
+    origin = {
+        "run": step.manifest.run,
+        "step": step.step,
+        "manifest_crc32c": crc32c_of(step.path / MANIFEST),
+    }
+    # Otherwise there is no model, or one of an unknown origin.
+    with contextlib.suppress(OSError, ValueError):
+        if parse_json((folder / ORIGIN).read_bytes()) == origin:
+            return
+    fresh = folder.with_name(f".{folder.name}.new")
+    shutil.rmtree(fresh, ignore_errors=True)
+    weights = ModelWeights(step)
+    export_step(weights, fresh, tokenizer=tokenizer_of(weights, is_optional=True))
+    write_json_atomic(fresh / ORIGIN, origin)
+    replace_folder(fresh, folder)
 
 
 def _write(

@@ -6,7 +6,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import pydantic
 
@@ -23,14 +23,12 @@ logger = logging.getLogger(__name__)
 POLL_SECONDS = 0.2
 
 
-class FinalModelRequest(pydantic.BaseModel):
+class FinalModelRequest(pydantic.BaseModel, frozen=True, extra="forbid"):
     """What the process exports, and where the copy goes."""
 
-    model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
-
     run: Path
-    step: Path  # the checkpoint's directory
-    token: str  # identifies the answer to this request
+    step: Path = Path()  # the checkpoint's directory
+    token: str = ""  # identifies the answer to this request
     bucket: str | None = None  # `gs://bucket/prefix` or a folder; None: no copy
     prefix: str = ""  # of the copy in the bucket
     credentials: Credentials = BY_ENVIRONMENT
@@ -46,10 +44,8 @@ class FinalModelRequest(pydantic.BaseModel):
         return self.run / f"{FOLDER}.json"
 
 
-class FinalModelAnswer(pydantic.BaseModel):
+class FinalModelAnswer(pydantic.BaseModel, frozen=True, extra="forbid"):
     """The outcome of a request; `made`: a requested copy is not in the bucket."""
-
-    model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
 
     token: str
     status: Literal["made", "uploaded", "failed"]
@@ -72,13 +68,11 @@ class FinalModel:
     waiting.
     """
 
-    def __init__(self, run: Path, world: World, **place: Any) -> None:
-        """Prepare; `place` are the fields of the request that state where a copy goes."""
-        self.folder = run / FOLDER  # where the model is when it is made
-        self._run, self._world = run.absolute(), world
-        self._log = self._run / "logs" / f"{FOLDER}.log"
-        self._place = place
-        self._request: FinalModelRequest | None = None
+    def __init__(self, folder: Path, world: World, request: FinalModelRequest) -> None:
+        """Prepare; `folder` is where the model will be, and `request` lacks only the step."""
+        self.folder = folder
+        self._world, self._request = world, request
+        self._log = request.run / "logs" / f"{FOLDER}.log"
         self._process: ProcessIdentity | None = None
         self._failure = f"The export process died; see {self._log}."
 
@@ -86,37 +80,31 @@ class FinalModel:
         """Start the export of a saved step."""
         if not self._world.is_rank_0:
             return
-        checkpoints = self._run / "checkpoints"
-        self._request = FinalModelRequest(
-            run=self._run,
-            step=checkpoints / present_branch(checkpoints).name_of(step),
-            token=secrets.token_hex(8),
-            **self._place,
-        )
-        function = "refocused.evaluate.final_model_process:export_final_model"
-        request = self._request.model_dump_json()
+        checkpoints = self._request.run / "checkpoints"
+        directory = checkpoints / present_branch(checkpoints).name_of(step)
+        named = {"step": directory, "token": secrets.token_hex(8)}
+        self._request = self._request.model_copy(update=named)
+        function = "refocused.evaluate.export:export_final_model"
         try:
-            self._process = identify(start_detached(function, request, log=self._log))
+            process = start_detached(function, self._request.model_dump_json(), log=self._log)
+            self._process = identify(process)
         except (OSError, subprocess.SubprocessError) as error:
             self._failure = f"The export process could not be started ({error})."
 
     def wait(self, timeout_s: float, stopping: Callable[[], object]) -> FinalModelAnswer | None:
         """Return the answer, or None after `timeout_s` seconds or once all ranks are `stopping`."""
         deadline = time.monotonic() + timeout_s
+        answer: FinalModelAnswer | None = None
         while True:
-            answer = self._answer() if self._world.is_rank_0 else None
+            if self._world.is_rank_0:
+                alive = self._process is not None and self._process.alive
+                answer = read_answer(self._request)  # after the look at the process: it may end now
+                if answer is None and not alive:
+                    answer = FinalModelAnswer(token="", status="failed", text=self._failure)
             answer, late = self._world.broadcast((answer, time.monotonic() > deadline))
             if answer is not None or late or stopping():
                 return answer
             time.sleep(POLL_SECONDS)
-
-    def _answer(self) -> FinalModelAnswer | None:
-        assert self._request is not None  # it was begun
-        alive = self._process is not None and self._process.alive
-        answer = read_answer(self._request)  # after the look at the process, which may just end
-        if answer is None and not alive:
-            return FinalModelAnswer(token="", status="failed", text=self._failure)
-        return answer
 
 
 def prepare_final_model(
@@ -138,5 +126,10 @@ def prepare_final_model(
     mirror = settings.mirror
     if mirror is not None and "://" not in mirror:
         mirror = str(Path(mirror).expanduser().absolute())
-    prefix = f"{run.absolute().name}/{FOLDER}"
-    return FinalModel(run, world, bucket=mirror, prefix=prefix, credentials=credentials)
+    request = FinalModelRequest(
+        run=run.absolute(),
+        bucket=mirror,
+        prefix=f"{run.absolute().name}/{FOLDER}",
+        credentials=credentials,
+    )
+    return FinalModel(run / FOLDER, world, request)

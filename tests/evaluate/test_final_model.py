@@ -8,8 +8,8 @@ import transformers
 from checkpoints.step_samples import flip_byte
 from evaluate.step_saves import PLAIN, step_of
 
+from refocused.evaluate.export import answer_to
 from refocused.evaluate.final_model import FinalModelRequest, read_answer
-from refocused.evaluate.final_model_process import answer_to
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def test_the_model_is_made_once_per_save(
     copied = request.run / "bucket/sample/final_model"
     names = {path.name for path in request.folder.iterdir()}
     assert {path.name for path in copied.iterdir()} == {*names, "COMMITTED"}
-    again = "refocused.evaluate.final_model_process.export_step"
+    again = "refocused.evaluate.export.export_step"
     monkeypatch.setattr(again, lambda *_, **__: pytest.fail("again"))
     assert answer_to(request) == answer
     assert read_answer(request.model_copy(update={"token": "another"})) is None
