@@ -6,13 +6,14 @@ import dataclasses
 import functools
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Annotated, Literal, NamedTuple
 
 import pydantic.dataclasses
 import torch
 from pydantic import Field
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from refocused.config.outputs import LEAST_TEMPERATURE
 from refocused.evaluate.load_model import LoadedModel
@@ -84,10 +85,9 @@ class Generated:
         return self.tokens / self.seconds
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Prompt:
+class _Prompt(NamedTuple):
     number: int
-    ids: tuple[int, ...]
+    ids: list[int]
     tokens: int  # that may follow
 
 
@@ -107,7 +107,14 @@ def generate(
         ConfigError: A prompt is empty or fills the model's context.
     """
     read = [_read(model, number, text, sampling.tokens) for number, text in enumerate(prompts)]
-    is_single = len(prompts) * sampling.samples == 1
+    is_single, most = len(prompts) * sampling.samples == 1, max(1, batch // sampling.samples)
+    is_padded = getattr(model.network.config, "takes_padding", True)
+
+    def alike(prompt: _Prompt) -> tuple[int, int]:
+        # A batch writes equally many tokens; some families cannot mask padding.
+        return prompt.tokens, 0 if is_padded else len(prompt.ids)
+
+    by_length = sorted(read, key=lambda prompt: (*alike(prompt), len(prompt.ids)))
     answers: list[Answer] = []
     first_at: float | None = None
     began = time.perf_counter()
@@ -115,25 +122,28 @@ def generate(
     # Leaves the process's own generators as they were.
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(sampling.seed)
-        for group in _batches(model, read, most=max(1, batch // sampling.samples)):
-            writing = Writing(
-                functools.partial(model.tokenizer.decode, skip_special_tokens=True),
-                start=max(len(prompt.ids) for prompt in group),
-                ends=_ends(model),
-                stops=sampling.stops,
-                show=show if is_single else None,
-            )
-            answers += _write(model, group, sampling, writing)
-            first_at = first_at or writing.first_seconds
+        for _, similar in itertools.groupby(by_length, key=alike):
+            waiting = list(similar)
+            while group := waiting[:most]:
+                del waiting[:most]
+                writing = Writing(
+                    functools.partial(model.tokenizer.decode, skip_special_tokens=True),
+                    start=max(len(prompt.ids) for prompt in group),
+                    ends=_ends(model),
+                    stops=sampling.stops,
+                    show=show if is_single else None,
+                )
+                answers += _write(model, group, sampling, writing)
+                first_at = first_at or writing.first_seconds
     seconds = time.perf_counter() - began
     answers.sort(key=lambda answer: answer.prompt)
     longest = max(len(read[answer.prompt].ids) + answer.tokens - 1 for answer in answers)
     return Generated(tuple(answers), seconds, (first_at or began) - began, longest)
 
 
-def _read(model: LoadedModel, number: int, text: str, wanted: int) -> _Prompt:
+def _read(model: LoadedModel, number: int, text: str, most: int) -> _Prompt:
     with tokenizer_errors("The tokenizer"):
-        ids = tuple(model.tokenizer(text, verbose=False)["input_ids"])
+        ids = list(model.tokenizer(text, verbose=False)["input_ids"])
     name = f"Prompt {number + 1}" if number else "The prompt"
     if not ids:
         raise ConfigError(f"{name} is empty. Give a text to continue.")
@@ -143,67 +153,21 @@ def _read(model: LoadedModel, number: int, text: str, wanted: int) -> _Prompt:
             f"{name} has {len(ids):,} tokens. With the generated text it must fit into the model's "
             f"context of {context:,}. Shorten the prompt."
         )
-    return _Prompt(number, ids, wanted if context is None else min(wanted, context - len(ids)))
-
-
-def _batches(
-    model: LoadedModel, prompts: Sequence[_Prompt], *, most: int
-) -> Iterator[Sequence[_Prompt]]:
-    is_padded = getattr(model.network.config, "takes_padding", True)
-
-    def alike(prompt: _Prompt) -> tuple[int, int]:
-        # A batch writes equally many tokens; some families cannot mask padding.
-        return prompt.tokens, 0 if is_padded else len(prompt.ids)
-
-    by_length = sorted(prompts, key=lambda prompt: (*alike(prompt), len(prompt.ids)))
-    for _, batches in itertools.groupby(by_length, key=alike):
-        group = list(batches)
-        for start in range(0, len(group), most):
-            yield group[start : start + most]
+    return _Prompt(number, ids, most if context is None else min(most, context - len(ids)))
 
 
 def _write(
     model: LoadedModel, group: Sequence[_Prompt], sampling: Sampling, writing: Writing
 ) -> list[Answer]:
-    from transformers import StoppingCriteriaList
+    from transformers import GenerationConfig, StoppingCriteriaList
 
-    config = _generation_config(model, sampling, tokens=group[0].tokens)
-    # Padded on the left, so that all prompts end together.
-    longest = max(len(prompt.ids) for prompt in group)
-    ids = torch.full((len(group), longest), config.pad_token_id)
-    mask = torch.zeros_like(ids)
-    for row, prompt in enumerate(group):
-        ids[row, longest - len(prompt.ids) :] = torch.tensor(prompt.ids)
-        mask[row, longest - len(prompt.ids) :] = 1
-    device = model.network.device
-    with torch.inference_mode():  # faster than transformers' own no_grad
-        found: Tensor = model.network.generate(
-            ids.to(device),
-            attention_mask=mask.to(device),
-            generation_config=config,
-            stopping_criteria=StoppingCriteriaList([writing]),
-        )
-    answers = []
-    for row, tokens in enumerate(found[:, longest:].tolist()):
-        prompt = group[row // sampling.samples]
-        text, count, ended = writing.result(row, tokens)
-        if ended == "tokens" and prompt.tokens < sampling.tokens:
-            ended = "context"
-        answers.append(Answer(prompt.number, text, count, ended))
-    writing.finish(answers[0].text)
-    return answers
-
-
-def _generation_config(model: LoadedModel, sampling: Sampling, *, tokens: int) -> Any:
-    from transformers import GenerationConfig
-
-    ends = _ends(model)
+    network, ends = model.network, _ends(model)
     known = max(model.tokenizer.get_vocab().values()) + 1
-    unknown = range(known, int(model.network.config.vocab_size))  # not in the tokenizer
+    unknown = range(known, int(network.config.vocab_size))  # not in the tokenizer
     choice = {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p")}
     choice["min_p"] = sampling.min_p or None
-    return GenerationConfig(
-        max_new_tokens=tokens,
+    config = GenerationConfig(
+        max_new_tokens=group[0].tokens,
         do_sample=sampling.temperature > 0,
         repetition_penalty=sampling.repetition_penalty,
         num_return_sequences=sampling.samples,
@@ -213,15 +177,34 @@ def _generation_config(model: LoadedModel, sampling: Sampling, *, tokens: int) -
         use_cache=True,
         **(choice if sampling.temperature > 0 else {}),
     )
+    # Padded on the left, so that all prompts end together.
+    rows = [torch.tensor(prompt.ids) for prompt in group]
+    pad = functools.partial(pad_sequence, batch_first=True, padding_side="left")
+    ids = pad(rows, padding_value=config.pad_token_id)
+    mask = pad([torch.ones_like(row) for row in rows])
+    with torch.inference_mode():  # faster than transformers' own no_grad
+        texts: Tensor = network.generate(
+            ids.to(network.device),
+            attention_mask=mask.to(network.device),
+            generation_config=config,
+            stopping_criteria=StoppingCriteriaList([writing]),
+        )
+    answers = []
+    for row, tokens in enumerate(texts[:, ids.shape[1] :].tolist()):
+        prompt = group[row // sampling.samples]
+        text, count, ended = writing.result(row, tokens)
+        if ended == "tokens" and prompt.tokens < sampling.tokens:
+            ended = "context"
+        answers.append(Answer(prompt.number, text, count, ended))
+    writing.finish(answers[0].text)
+    return answers
 
 
 def _ends(model: LoadedModel) -> list[int]:
     """Return the ids that end a text: those of the model's own settings, else the tokenizer's."""
-    own = model.network.generation_config.eos_token_id
-    ends = model.tokenizer.eos_token_id if own is None else own
-    if isinstance(ends, list):
-        return ends
-    return [] if ends is None else [ends]
+    ends = model.network.generation_config.eos_token_id
+    ends = model.tokenizer.eos_token_id if ends is None else ends
+    return ends if isinstance(ends, list) else [] if ends is None else [ends]
 
 
 class Writing:
@@ -272,7 +255,10 @@ class Writing:
         if places:
             self.stopped[row] = text[: min(places)], len(tokens)
         elif row == 0 and self._show is not None:
-            certain = len(text) - _begun(text, self._stops)
+            # What may be the beginning of a stop string is held back.
+            begins = (stop[:length] for stop in self._stops for length in range(1, len(stop)))
+            held = max((len(begin) for begin in begins if text.endswith(begin)), default=0)
+            certain = len(text) - held
             self._show(text[self._shown : certain])
             self._shown = max(self._shown, certain)
 
@@ -300,9 +286,3 @@ class Writing:
         """Show the rest of row 0's text."""
         if self._show is not None:
             self._show(text[self._shown :])
-
-
-def _begun(text: str, stops: Sequence[str]) -> int:
-    """Return how many characters at the end of a text may start a stop string."""
-    beginnings = (stop[:length] for stop in stops for length in range(1, len(stop)))
-    return max((len(begun) for begun in beginnings if text.endswith(begun)), default=0)

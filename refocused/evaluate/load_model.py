@@ -100,10 +100,20 @@ def load_model(
         except RefocusedError:
             raise
         except Exception as error:  # transformers raises nothing narrower
-            if "trust_remote_code" in str(error):
-                raise _needs_code(source) from None
             reason = " ".join(str(error).split()).rstrip(".")
-            raise CheckpointError(f"{source} cannot be loaded by transformers: {reason}.") from None
+            what = f"{source} cannot be loaded by transformers: {reason}."
+            for file in (source / "config.json", source / "tokenizer_config.json"):
+                is_read = "trust_remote_code" in reason and file.is_file()
+                settings = parse_json_object(read_regular(file)) if is_read else {}
+                if classes := settings.get("auto_map"):
+                    what = (
+                        f"{file} needs Python code that came with the model (auto_map: "
+                        f"{', '.join(sorted(classes))}), and refocused runs no such code. Convert "
+                        "the model to an architecture that transformers includes; for a tokenizer "
+                        "alone, name another: --tokenizer."
+                    )
+                    break
+            raise CheckpointError(what) from None
     elif (other := other_form(source)) is not None:
         raise CheckpointError(other)
     else:
@@ -202,19 +212,6 @@ def _check_size(folder: Path) -> None:
             f"its config.json describes {described:,} parameters, and its safetensors files have "
             f"{stored_bytes:,} bytes"
         )
-
-
-def _needs_code(source: Path) -> CheckpointError:
-    named: Mapping[str, Any] = {}
-    for file in (source / "config.json", source / "tokenizer_config.json"):
-        if file.is_file() and (named := parse_json_object(read_regular(file)).get("auto_map", {})):
-            break
-    return CheckpointError(
-        f"{file} needs Python code that came with the model (auto_map: "
-        f"{', '.join(sorted(named))}), and refocused runs no such code. "
-        "Convert the model to an architecture that transformers includes; for a tokenizer alone, "
-        "name another: --tokenizer."
-    )
 
 
 def _tokenizer_beside(source: Path, config: Any, choice: TokenizerChoice | None) -> Any:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
@@ -66,10 +67,17 @@ def find_model(
         return fetch_hub(address, trusts_pickles=trusts_pickles, fetches=fetches)
     folder = local_path(address)
     if "://" in address:
-        fetched = _fetch(address, open_url, fetches=fetches)
-        if fetched is None:
+        target = MODELS / checked_name(address.partition("://")[2].strip("/"), where=address)
+        bucket = open_url(address) if split_address(address)[1] is None else None
+        if bucket is not None and bucket.info(CONFIG) is not None:  # an exported model
+            folder = fetch_folder(bucket, target) if fetches else target
+        else:
+            saved = find_elsewhere(address, open_url)
+            folder = target / saved.manifest.name
+            if fetches and not is_same(folder, saved.manifest):
+                folder = saved.copy_into(target).path
+        if not fetches:
             return None, ""
-        folder = fetched
     if (folder / CONFIG).is_file():
         return folder, ""
     if (folder / MANIFEST).is_file():
@@ -95,18 +103,6 @@ def find_model(
     return step.path, f"{step.manifest.run} step {step.step}"
 
 
-def _fetch(url: str, open_url: Callable[[str], Bucket], *, fetches: bool) -> Path | None:
-    """Download an exported model or a checkpoint, verified, below `MODELS`, if it `fetches`."""
-    target = MODELS / checked_name(url.partition("://")[2].strip("/"), where=url)
-    if split_address(url)[1] is None and (bucket := open_url(url)).info(CONFIG) is not None:
-        return fetch_folder(bucket, target) if fetches else None
-    found = find_elsewhere(url, open_url)
-    if not fetches:
-        return None
-    path = target / found.manifest.name
-    return path if is_same(path, found.manifest) else found.copy_into(target).path
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class StoredModel:
     """The tensors of a model on this machine's disk, in memory-mapped files."""
@@ -129,12 +125,36 @@ def open_model(folder: Path, *, trusts_pickles: bool) -> StoredModel:
     Raises CheckpointError if it is damaged, or pickled and `trusts_pickles` is not set.
     """
     if (folder / MANIFEST).is_file():
-        return _open_checkpoint(folder)
+        step = read_checkpoint(folder)
+        if step.manifest.zero_stage == 0:
+            raise CheckpointError(
+                f"{folder} was saved with zero.stage=0, in another form. Export it, and start from "
+                f"the export: {as_typed('checkpoints export')} {folder} OUT --dtype fp32"
+            )
+        saved = ZeroFiles(folder / "zero", ranks=step.manifest.world_size)
+
+        def read(name: str, first: int, end: int) -> Tensor:
+            part = torch.empty(end - first)
+            saved.fill(part, NETWORK_PREFIX + name, start=first)
+            return part
+
+        settings = read_mapping(folder / "model.json")
+        shapes = {name.removeprefix(NETWORK_PREFIX): size for name, size in saved.trained.items()}
+        sums = {name: file.crc32c for name, file in step.files.items() if name.startswith("zero/")}
+        return StoredModel(folder, settings, shapes, read, lambda: sums, is_checkpoint=True)
     files = weight_files(folder, trusts_pickles=trusts_pickles)
     settings, tensors = read_mapping(folder / CONFIG), dict[str, tuple[tuple[int, ...], Reader]]()
     for name in files:
-        try:
-            tensors |= _tensors_of(folder / name)
+        try:  # nothing is read yet
+            if name.endswith(".safetensors"):
+                mapped: Any = safe_open(folder / name, framework="pt")
+                for key in mapped.keys():  # noqa: SIM118
+                    shape = tuple(mapped.get_slice(key).get_shape())
+                    tensors[key] = shape, functools.partial(mapped.get_tensor, key)
+            else:
+                loaded = torch.load(folder / name, map_location="cpu", weights_only=True, mmap=True)
+                for key, tensor in loaded.items():
+                    tensors[key] = tuple(tensor.shape), tensor.detach
         except Exception as error:  # of safetensors and of torch's reader, which raise any type
             raise CheckpointError(
                 f"{folder / name} is missing, cut off or damaged ({' '.join(str(error).split())}). "
@@ -147,38 +167,6 @@ def open_model(folder: Path, *, trusts_pickles: bool) -> StoredModel:
         lambda name, first, end: tensors[name][1]().flatten()[first:end],
         lambda: {name: crc32c_of(folder / name) for name in files},
     )
-
-
-def _open_checkpoint(folder: Path) -> StoredModel:
-    step = read_checkpoint(folder)
-    if step.manifest.zero_stage == 0:
-        raise CheckpointError(
-            f"{folder} was saved with zero.stage=0, in another form. Export it, and start from the "
-            f"export: {as_typed('checkpoints export')} {folder} OUT --dtype fp32"
-        )
-    saved = ZeroFiles(folder / "zero", ranks=step.manifest.world_size)
-
-    def read(name: str, first: int, end: int) -> Tensor:
-        found = torch.empty(end - first)
-        saved.fill(found, NETWORK_PREFIX + name, start=first)
-        return found
-
-    sums = {name: one.crc32c for name, one in step.files.items() if name.startswith("zero/")}
-    shapes = {name.removeprefix(NETWORK_PREFIX): one for name, one in saved.trained.items()}
-    settings = read_mapping(folder / "model.json")
-    return StoredModel(folder, settings, shapes, read, lambda: sums, is_checkpoint=True)
-
-
-def _tensors_of(file: Path) -> dict[str, tuple[tuple[int, ...], Reader]]:
-    """Return shape and reader of each tensor of a file, without reading them."""
-    if file.suffix == ".safetensors":
-        from safetensors import safe_open
-
-        mapped: Any = safe_open(file, framework="pt")
-        readers = {key: functools.partial(mapped.get_tensor, key) for key in mapped.keys()}  # noqa: SIM118
-        return {key: (tuple(mapped.get_slice(key).get_shape()), readers[key]) for key in readers}
-    loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    return {key: (tuple(tensor.shape), tensor.detach) for key, tensor in loaded.items()}
 
 
 def match(

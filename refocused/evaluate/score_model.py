@@ -36,26 +36,20 @@ class NetworkScorer:
 
     def __call__(self, batch: Sequence[Continuation]) -> tuple[Tensor, Tensor]:
         """Return sums of log-probabilities `[B]` and counts of misses `[B]`."""
-        network = self._network
-        input_ids, labels = (tensor.to(network.device) for tensor in tensors_of(batch))
+        network, rows = self._network, max(1, LOGITS_AT_ONCE // self._vocabulary)
+        ids, labels = (tensor.to(network.device) for tensor in tensors_of(batch))
+
+        def logits(hidden: Tensor) -> Tensor:
+            head = network.get_output_embeddings()
+            return LogitTerms(softcap_of(network)).cap(head(hidden)) if self._is_known else hidden
+
         with torch.inference_mode():
             if self._is_known:
-                hidden = network.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
+                hidden = network.base_model(input_ids=ids, use_cache=False).last_hidden_state
             else:
-                hidden = network(input_ids=input_ids, use_cache=False).logits
-            return label_scores(
-                self._logits,
-                hidden,
-                labels,
-                vocabulary=self._vocabulary,
-                rows_at_once=max(1, LOGITS_AT_ONCE // self._vocabulary),
-            )
-
-    def _logits(self, hidden: Tensor) -> Tensor:
-        if not self._is_known:
-            return hidden
-        logits: Tensor = self._network.get_output_embeddings()(hidden)
-        return LogitTerms(softcap_of(self._network)).cap(logits)
+                hidden = network(input_ids=ids, use_cache=False).logits
+            size = self._vocabulary
+            return label_scores(logits, hidden, labels, vocabulary=size, rows_at_once=rows)
 
 
 class Evaluation:
@@ -85,11 +79,22 @@ class Evaluation:
         """
         self._limit, self._batch, self._stride = limit, batch, stride
         self._scorer = NetworkScorer(model.network)
-        self.context_tokens = _context_of(model, context)
+        most, config = model.longest_sequence, model.network.config
+        if context is not None and most is not None and context > most:
+            raise EvaluationError(
+                f"--context {context}: {model.source} reads at most {most} tokens at once (its "
+                f"number of positions). Take --context {most} or less."
+            )
+        # Position embeddings beyond the trained length have learned nothing.
+        longest: int | None = getattr(config, "max_position_embeddings", None)
+        if (tokens := context or model.trained_length or longest) is None:
+            raise EvaluationError(
+                f"{model.source} does not say how long a context the model takes (config.json has "
+                "no max_position_embeddings). Say it: --context N"
+            )
+        self.context_tokens = tokens
         self._encoder = Encoder(
-            model.tokenizer,
-            context_tokens=self.context_tokens,
-            vocabulary=model.network.config.vocab_size,
+            model.tokenizer, context_tokens=tokens, vocabulary=config.vocab_size
         )
 
     def run(
@@ -104,50 +109,31 @@ class Evaluation:
         Raises:
             EvaluationError: On every rank, before any task begins: a file is invalid.
         """
+
+        def prepared(task: TaskFile) -> multiple_choice.EncodedTask:
+            limit, encoder = self._limit, self._encoder
+            if task.form != PERPLEXITY:
+                return multiple_choice.prepare(
+                    task.name, read_questions(task, limit=limit), encoder
+                )
+            text = read_text(task.file)
+            return prepare_text(task.name, text, encoder, stride=self._stride, limit=limit)
+
         results = []
-        for one in world.on_all_ranks(lambda: [self._prepare(task) for task in tasks]):
+        for examination in world.on_all_ranks(lambda: [prepared(task) for task in tasks]):
             began = time.monotonic()
+            show = functools.partial(progress, examination.task)
             scored = score_all(
-                one.continuations,
+                examination.continuations,
                 self._scorer,
                 rows=self._batch,
                 world=world,
-                progress=functools.partial(progress, one.task),
+                progress=show,
             )
             assert scored is not None  # nothing stops it
             seconds = time.monotonic() - began
-            results.append(dataclasses.replace(one.result(scored), seconds=seconds))
+            results.append(dataclasses.replace(examination.result(scored), seconds=seconds))
         return results
-
-    def _prepare(self, task: TaskFile) -> multiple_choice.EncodedTask:
-        if task.form != PERPLEXITY:
-            return multiple_choice.prepare(
-                task.name, read_questions(task, limit=self._limit), self._encoder
-            )
-        text = read_text(task.file)
-        return prepare_text(task.name, text, self._encoder, stride=self._stride, limit=self._limit)
-
-
-def _context_of(model: LoadedModel, wanted: int | None) -> int:
-    """Return how many tokens a model sees at once: as wanted, as trained on, or the longest.
-
-    Position embeddings beyond the trained length have learned nothing. A model without a limit
-    takes any wanted length.
-    """
-    limit = model.longest_sequence
-    if wanted is not None and limit is not None and wanted > limit:
-        raise EvaluationError(
-            f"--context {wanted}: {model.source} reads at most {limit} tokens at once (its number "
-            f"of positions). Take --context {limit} or less."
-        )
-    longest = getattr(model.network.config, "max_position_embeddings", None)
-    found: int | None = wanted or model.trained_length or longest
-    if found is None:
-        raise EvaluationError(
-            f"{model.source} does not say how long a context the model takes (config.json has no "
-            "max_position_embeddings). Say it: --context N"
-        )
-    return found
 
 
 def read_text(file: Path) -> str:

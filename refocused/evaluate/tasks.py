@@ -42,30 +42,29 @@ def find_tasks(requests: Sequence[str], *, data: Path | None) -> list[TaskFile]:
     Raises:
         ConfigError: A name is unknown, a file is missing, or two tasks have the same name.
     """
-    tasks = [task for request in requests for task in _find(request, data)]
+    tasks: list[TaskFile] = []
+    known = (*FORMS, PERPLEXITY)
+    for request in requests:
+        name, equals, given = request.partition("=")
+        form = {".jsonl": PLAIN, ".txt": PERPLEXITY}.get(Path(name).suffix)
+        if name in known and equals:
+            tasks.append(TaskFile(name, name, _existing(given)))
+        elif name in known and data is not None:
+            tasks += _in_folder(name, data)
+        elif name in known:
+            raise ConfigError(
+                f"task {name}: name its file, {name}=FILE, or its folder, --data DIR."
+            )
+        elif equals or form is None:
+            files = "" if equals else ", and files: .jsonl, or .txt for perplexity"
+            raise ConfigError(f"task {name!r} is unknown; known are {', '.join(known)}{files}.")
+        else:
+            tasks.append(TaskFile(Path(name).stem, form, _existing(name)))
     names = [task.name for task in tasks]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise ConfigError(f"tasks: {twice} is there twice. Name each once, or give files.")
     return tasks
-
-
-def _find(request: str, data: Path | None) -> list[TaskFile]:
-    name, equals, given = request.partition("=")
-    known = (*FORMS, PERPLEXITY)
-    if name in known and equals:
-        return [TaskFile(name, name, _existing(given))]
-    if name in known:
-        if data is None:
-            raise ConfigError(
-                f"task {name}: name its file, {name}=FILE, or its folder, --data DIR."
-            )
-        return _in_folder(name, data)
-    form = {".jsonl": PLAIN, ".txt": PERPLEXITY}.get(Path(name).suffix)
-    if equals or form is None:
-        files = "" if equals else ", and files: .jsonl, or .txt for perplexity"
-        raise ConfigError(f"task {name!r} is unknown; known are {', '.join(known)}{files}.")
-    return [TaskFile(Path(name).stem, form, _existing(name))]
 
 
 def _in_folder(name: str, data: Path) -> list[TaskFile]:
