@@ -7,7 +7,7 @@ setup(
     package_dir={"refocused.shipped": "config"},
     package_data={
         "refocused": ["py.typed"],
-        "refocused.monitor.screen": ["page.html", "uplot/*"],
+        "refocused.monitor.screen": ["page.html", "live_screen.tcss", "uplot/*"],
         "refocused.shipped": ["*.yaml", "*/*"],
     },
     include_package_data=False,

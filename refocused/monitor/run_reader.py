@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
+from pydantic_core import to_jsonable_python
+
 from refocused.config.prices import cost_usd
 from refocused.config.yaml_source import parse_yaml_mapping
 from refocused.metrics.history import (
@@ -24,6 +26,7 @@ from refocused.metrics.history import (
 from refocused.metrics.jsonl import (
     JsonLinesTail,
     Record,
+    dotted,
     number,
     read_json,
     read_small,
@@ -155,7 +158,7 @@ class RunView:
     # The last `state.json` that could be read; where the present one cannot, what other files show.
     state: Record | None = None
     state_trouble: str | None = None  # why the present one cannot be read
-    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # `run.yaml`
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # by dotted name
     mirror: Mirror | None = None
     steps: Sequence[StepMetrics] = ()  # logged on the present branch
     validations: Sequence[Validation] = ()
@@ -291,12 +294,12 @@ class RunView:
     @property
     def per_hour_usd(self) -> float | None:
         """The price of the machines."""
-        return number(_section(self.settings, "cost"), "per_hour_usd")
+        return number(self.settings, "cost.per_hour_usd")
 
     @property
     def budget_usd(self) -> float | None:
         """What the run may cost."""
-        return number(_section(self.settings, "cost"), "budget_usd")
+        return number(self.settings, "cost.budget_usd")
 
     @property
     def step_seconds(self) -> float | None:
@@ -361,17 +364,14 @@ class RunView:
         )
 
     @property
-    def shards(self) -> Mapping[str, int] | None:
+    def shards(self) -> Mapping[str, Any] | None:
         """Of the first machine: `local` ones, `total` of the data, the next ones that are `ready`.
 
         The ready ones end before the first that is not local.
         """
-        counts = {
-            name: whole_number(self.state or {}, f"shards_{name}")
-            for name in ("local", "total", "ready")
-        }
-        shards = {name: count for name, count in counts.items() if count is not None}
-        return shards if len(shards) == len(counts) else None
+        names = ("local", "total", "ready")
+        counts = {name: whole_number(self.state or {}, f"shards_{name}") for name in names}
+        return None if None in counts.values() else counts
 
     @property
     def samples_age_seconds(self) -> float | None:
@@ -381,7 +381,8 @@ class RunView:
     def as_record(self) -> dict[str, Any]:
         """Return the view for JSON, without the curves, the history and the past alarms."""
         values = {name: getattr(self, name) for name in _SHOWN}
-        return {name: _plain(value) for name, value in values.items()}
+        record: dict[str, Any] = to_jsonable_python(values)
+        return record
 
 
 _SHOWN = (
@@ -391,17 +392,6 @@ _SHOWN = (
     *("budget_usd", "ends", "saves", "mirror", "shards", "gpus", "systems"),
     *("samples_age_seconds", "alarms", "events", "used"),
 )
-
-
-def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return dataclasses.asdict(value)
-    return [_plain(part) for part in value] if isinstance(value, list | tuple) else value
-
-
-def _section(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    section = settings.get(name)
-    return section if isinstance(section, dict) else {}
 
 
 class RunReader:
@@ -430,6 +420,7 @@ class RunReader:
         self._metrics = JsonLinesTail(folder / METRICS_FILE, last_bytes=last_bytes)
         self._tails: dict[Path, JsonLinesTail] = {}
         self._samples: dict[tuple[str, int], tuple[float, GpuSample | SystemSample]] = {}
+        self._sampled: float | None = None
         self._gpu_history: collections.deque[GpuSample] = collections.deque(maxlen=READINGS_KEPT)
         self._alarms: dict[tuple[str, str], Alarm] = {}
         self._past_alarms: collections.deque[Alarm] = collections.deque(maxlen=PAST_ALARMS_KEPT)
@@ -451,9 +442,10 @@ class RunReader:
                 if isinstance(reading, GpuSample):
                     index = reading.index
                     self._gpu_history.append(reading)
-                self._samples[reading.host, index] = unix_time(record.get("time")) or 0.0, reading
-        sampled = max((at for at, _ in self._samples.values()), default=None)
-        oldest = (sampled or 0.0) - OLD_SAMPLE_SECONDS
+                at = unix_time(record.get("time")) or self._sampled  # the file is in order of time
+                self._samples[reading.host, index] = at or 0.0, reading
+                self._sampled = max(at or 0.0, self._sampled or 0.0)
+        oldest = (self._sampled or 0.0) - OLD_SAMPLE_SECONDS
         samples = [reading for _, (at, reading) in sorted(self._samples.items()) if at >= oldest]
         if not self._recent_only:
             for record in self._new_lines("events*.jsonl"):
@@ -461,7 +453,7 @@ class RunReader:
             file = self.folder / "run.yaml"
             with contextlib.suppress(OSError, MalformedError):
                 if (written := file.stat().st_mtime_ns) != self._settings[0]:
-                    self._settings = written, parse_yaml_mapping(file.read_bytes())
+                    self._settings = written, dotted(parse_yaml_mapping(file.read_bytes()))
         view = RunView(
             self.folder.absolute().name,
             now=now,
@@ -475,7 +467,7 @@ class RunReader:
             saved_time=self._saved_time,
             gpus=[reading for reading in samples if isinstance(reading, GpuSample)],
             systems=[reading for reading in samples if isinstance(reading, SystemSample)],
-            sampled=sampled,
+            sampled=self._sampled,
             gpu_history=self._gpu_history,
             alarms=sorted(self._alarms.values(), key=lambda alarm: not alarm.critical),
             past_alarms=list(self._past_alarms),
@@ -524,7 +516,7 @@ def _restored(view: RunView) -> Record:
     last = view.steps[-1] if view.steps else StepMetrics(0)
     return {
         "step": last.step,
-        "total_steps": whole_number(_section(view.settings, "run"), "steps"),
+        "total_steps": whole_number(view.settings, "run.steps"),
         "loss": last.loss,
         "best_loss": None if best is None else best.loss,
         "best_step": None if best is None else best.step,

@@ -59,6 +59,8 @@ _AS_OTHERS = (
 DiskPoint = tuple[float, float]  # seconds, and GB that were free then
 Level = Literal["bad", "between", "good"]
 Key = tuple[str, str]  # the alarm and its subject
+# Whether an alarm is raised, and since when (in seconds) its readings contradict that.
+Standing = tuple[bool, float | None]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -102,14 +104,6 @@ class Reading:
         return "good" if sign * self.value <= sign * rule.good else "between"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Standing:
-    """Whether an alarm is raised, and since when (in seconds) its readings contradict that."""
-
-    raised: bool = False
-    turned: float | None = None
-
-
 def judge(
     standings: Mapping[Key, Standing], readings: Iterable[Reading], *, now: float, host: str
 ) -> tuple[dict[Key, Standing], list[AlarmEvent]]:
@@ -123,23 +117,15 @@ def judge(
         if reading.level is None:
             continue
         key, rule = (reading.alarm, reading.subject), alarm_rules()[reading.alarm]
-        before = after.get(key, Standing())
-        after[key] = _next(before, reading.level, rule, now)
-        raised = after[key].raised
-        if raised != before.raised:
-            text = reading.text if raised else f"over: {reading.text}"
-            events.append(AlarmEvent(*key, raised, rule.severity, text, host, rule.advice))
+        raised, turned = after.get(key, (False, None))
+        contrary, delay = ("good", rule.ends_after) if raised else ("bad", rule.begins_after)
+        turned = (now if turned is None else turned) if reading.level == contrary else None
+        has_turned = turned is not None and now - turned >= delay
+        after[key] = (not raised, None) if has_turned else (raised, turned)
+        if has_turned:
+            text = f"over: {reading.text}" if raised else reading.text
+            events.append(AlarmEvent(*key, not raised, rule.severity, text, host, rule.advice))
     return after, events
-
-
-def _next(before: Standing, level: Level, rule: Rule, now: float) -> Standing:
-    opposite, delay = ("good", rule.ends_after) if before.raised else ("bad", rule.begins_after)
-    if level != opposite:
-        return Standing(before.raised)
-    turned = now if before.turned is None else before.turned
-    if now - turned < delay:
-        return Standing(before.raised, turned)
-    return Standing(not before.raised)
 
 
 def still_raised(records: Iterable[Mapping[str, object]], *, host: str) -> list[AlarmEvent]:
@@ -168,29 +154,22 @@ def gpu_readings(samples: Sequence[GpuSample], *, is_training: bool) -> Iterator
         if gpu.lost:
             continue
         celsius, slowdown = gpu.temperature_celsius, gpu.slowdown_celsius or SLOWDOWN_CELSIUS
+        excess = None if celsius is None else celsius - slowdown
         memory, errors = gpu.memory_temperature_celsius, gpu.ecc_uncorrected
         throttled = None if gpu.throttle_reasons is None else bool(gpu.throttle_reasons)
-        power, limit, busy = gpu.power_watts, gpu.power_limit_watts, gpu.utilization_fraction
+        watts, limit = value(gpu.power_watts, ".0f"), value(gpu.power_limit_watts, ".0f")
+        drawn = None
+        if gpu.power_watts is not None and gpu.power_limit_watts:
+            drawn = gpu.power_watts / gpu.power_limit_watts
+        of_driver = "uncorrected memory errors since the driver was loaded."
         spare = "no" if gpu.remap_failed else "enough"
         row = "a broken memory row, which" if gpu.remap_pending else "no memory row that"
         values: list[tuple[str, float | None, str]] = [
-            (
-                "gpu_temperature",
-                None if celsius is None else celsius - slowdown,
-                f"is at {celsius} C; it slows down at {slowdown} C.",
-            ),
+            ("gpu_temperature", excess, f"is at {celsius} C; it slows down at {slowdown} C."),
             ("gpu_memory_temperature", memory, f"has memory at {memory} C."),
             ("gpu_throttle", throttled, _clock_text(gpu)),
-            (
-                "gpu_power",
-                power / limit if limit and power is not None else None,
-                f"draws {value(power, '.0f')} W; its limit is {value(limit, '.0f')} W.",
-            ),
-            (
-                "gpu_ecc",
-                errors,
-                f"has had {errors or 0:,} uncorrected memory errors since the driver was loaded.",
-            ),
+            ("gpu_power", drawn, f"draws {watts} W; its limit is {limit} W."),
+            ("gpu_ecc", errors, f"has had {errors or 0:,} {of_driver}"),
             ("gpu_remap_failed", gpu.remap_failed, f"has {spare} spare rows for broken memory."),
             ("gpu_remap_pending", gpu.remap_pending, f"has {row} a reset will replace."),
         ]
@@ -200,11 +179,11 @@ def gpu_readings(samples: Sequence[GpuSample], *, is_training: bool) -> Iterator
             most = max((peer for peer in peers if peer is not None), default=None)
             if amount is not None and most:
                 values.append((alarm, amount / most, text.format(amount, most)))
-        if gpu.local_rank is not None and is_training:
-            text = f"is busy {busy or 0:.0%} of the time while the run trains."
-            values.append(("gpu_idle", busy, text))
-        elif gpu.local_rank is not None:  # clears the alarm of a run that has stopped
-            values.append(("gpu_idle", 1.0, "has no steps to compute."))
+        if gpu.local_rank is not None:
+            busy, text = gpu.utilization_fraction, "of the time while the run trains."
+            idle = "gpu_idle", busy, f"is busy {busy or 0:.0%} {text}"
+            # The other clears the alarm of a run that has stopped.
+            values.append(idle if is_training else ("gpu_idle", 1.0, "has no steps to compute."))
         yield from (
             Reading(alarm, name, amount, f"{name} {text}") for alarm, amount, text in values
         )

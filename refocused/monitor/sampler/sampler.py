@@ -148,27 +148,22 @@ class Sampler:
     def _readings(
         self, gpus: list[GpuSample], system: SystemSample, run: RunView
     ) -> Iterator[Reading]:
-        settings, alive = self._settings, self._settings.training_alive
+        settings, now, points = self._settings, time.monotonic(), self._disk
         yield from gpu_readings(gpus, is_training=self.watchdog.is_stepping)
-        yield from system_readings(system, self._disk_trend(system))
+        # The free space of the last hour: one point a minute, and the newest.
+        newest = [] if system.disk_free_gb is None else [(now, system.disk_free_gb)]
+        if not points or now - points[-1][0] >= 60:
+            points.extend(newest)
+        while points and now - points[0][0] > LONGEST_TREND_SECONDS:
+            points.popleft()
+        yield from system_readings(system, [*points, *newest])
         if settings.node == 0 and settings.training is not None:
+            alive, machines = settings.training_alive, ([*gpus, *run.gpus], [system, *run.systems])
             yield from run_readings(run, settings.cost, began=self._began, alive=alive)
             if (idle := self.watchdog.idle_seconds) is not None:
                 words = f"The ranks last made progress {duration(idle)} ago."
                 yield Reading("no_step", "run", idle > 0, words)
-            machines = [*gpus, *run.gpus], [system, *run.systems]  # this one's, and others'
-            yield from rank_readings(run, *machines, began=self._began)
-
-    def _disk_trend(self, system: SystemSample) -> list[DiskPoint]:
-        """Return the free space of the last hour: one point a minute, and the newest."""
-        if system.disk_free_gb is None:
-            return []
-        now, points = time.monotonic(), self._disk
-        if not points or now - points[-1][0] >= 60:
-            points.append((now, system.disk_free_gb))
-        while now - points[0][0] > LONGEST_TREND_SECONDS:
-            points.popleft()
-        return [*points, (now, system.disk_free_gb)]
+            yield from rank_readings(run, *machines, began=self._began)  # also of other machines
 
 
 def take_turn(settings: SamplerSettings) -> bool:

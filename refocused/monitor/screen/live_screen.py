@@ -13,6 +13,7 @@ from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Container, VerticalScroll
 from textual.screen import ModalScreen
+from textual.widget import Widget
 from textual.widgets import OptionList, Static
 from textual_plotext import PlotextPlot
 
@@ -54,6 +55,7 @@ _HELP = """\
           of a step that waits for data
  link     active NVLinks
  ECC      uncorrected memory errors"""
+Lines = Callable[[int], Sequence[Text]]
 _ASCII_FRAME = str.maketrans("\u2502\u2524", "||")
 
 
@@ -103,54 +105,34 @@ class CurvePlot(PlotextPlot):
         return drawn
 
 
-class Page(ModalScreen[None]):
-    """Lines over the live screen, which scroll and are kept up to date."""
+class Page(ModalScreen[int | None]):
+    """Lines over the live screen, which scroll and are kept up to date, or a list of options."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape,q,a,p,question_mark", "dismiss(None)", "back")
+        Binding("escape,q,a,p,r,question_mark", "dismiss(None)", "back")
     ]
 
-    def __init__(self, heading: str, lines: Callable[[int], Sequence[Text]]) -> None:
-        """Show `lines`, which gets the width of the page."""
+    def __init__(self, heading: str, body: Widget, lines: Lines | None = None) -> None:
+        """Show a list of options, or `lines`, which gets the width of the page, in `#page`."""
         super().__init__()
-        self._heading, self._lines = heading, lines
+        self._heading, self._body, self._lines = heading, body, lines
 
     def compose(self) -> ComposeResult:
-        """Make the heading and the lines."""
-        heading = f" {self._heading}: up, down, PgDn scroll; Escape goes back"
-        yield Static(Text(heading, style="bold"))
-        with VerticalScroll():
-            yield Static(id="page")
+        """Make the heading and the body."""
+        yield Static(Text(f" {self._heading}; Escape goes back", style="bold"))
+        yield self._body
 
     def fill(self) -> None:
         """Show the lines as they are now."""
-        self.query_one("#page", Static).update(Text("\n").join(self._lines(self.size.width)))
+        if self._lines is not None:
+            self.query_one("#page", Static).update(Text("\n").join(self._lines(self.size.width)))
 
     def on_resize(self) -> None:
         """Wrap the lines at the new width."""
         self.fill()
 
-
-class RunsScreen(ModalScreen[int | None]):
-    """A list of the runs to choose from."""
-
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,r,q", "dismiss(None)", "back")]
-
-    def __init__(self, rows: Sequence[Text], *, chosen: int) -> None:
-        super().__init__()
-        self._rows, self._chosen = rows, chosen
-
-    def compose(self) -> ComposeResult:
-        """Make the list."""
-        yield Static(Text(" Runs: up, down, Enter choose; Escape goes back", style="bold"))
-        yield OptionList(*self._rows, id="runs")
-
-    def on_mount(self) -> None:
-        """Highlight the run that is shown."""
-        self.query_one(OptionList).highlighted = self._chosen
-
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
-        """Show the chosen run."""
+        """Return the number of the chosen option."""
         self.dismiss(event.option_index)
 
 
@@ -169,24 +151,7 @@ class Dashboard(App[None]):
         Binding("a", "page('Alarms')", "alarms"),
         Binding("p", "page('Processes')", "processes"),
     ]
-    CSS = """
-    Screen { layout: vertical; background: ansi_default; scrollbar-size: 0 0; overflow: hidden; }
-    Static { width: 100%; height: auto; text-wrap: nowrap; text-overflow: clip; }
-    #body { height: 1fr; layout: vertical; }
-    #curves { height: 1fr; min-height: 3; layout: horizontal; }
-    .curve { width: 1fr; height: 100%; }
-    #side { height: auto; }
-    #events { height: 1; }
-    .-tall #events { height: 4; }
-    #keys { dock: bottom; height: 1; text-style: dim; }
-    .-wide #body { layout: horizontal; }
-    .-wide #curves { layout: vertical; width: 1fr; height: 100%; }
-    .-wide .curve { width: 100%; height: 1fr; }
-    .-wide #side { width: 82; height: 100%; }
-    .-wide #events { height: 1fr; margin-top: 1; }
-    RunsScreen { align: left top; }
-    #runs, Page VerticalScroll { height: 1fr; border: none; padding: 0; scrollbar-size: 0 0; }
-    """
+    CSS_PATH = "live_screen.tcss"
 
     def __init__(
         self,
@@ -266,8 +231,9 @@ class Dashboard(App[None]):
     def action_choose_run(self) -> None:
         """Show the list of runs."""
         views = [reader.read(self._clock()) for reader in self._readers]
-        rows = shown(run_rows(views), ascii_only=self._ascii_only)
-        self.push_screen(RunsScreen(rows, chosen=self._shown), self._show_run)
+        runs = OptionList(*shown(run_rows(views), ascii_only=self._ascii_only), id="runs")
+        runs.highlighted = self._shown
+        self.push_screen(Page("Runs: up, down, Enter choose", runs), self._show_run)
 
     def action_page(self, heading: str) -> None:
         """Show a page over the screen."""
@@ -276,7 +242,8 @@ class Dashboard(App[None]):
             texts = page_lines(heading, self._view, width=width)
             return shown(texts, ascii_only=self._ascii_only)
 
-        self.push_screen(Page(heading, lines))
+        body = VerticalScroll(Static(id="page"))
+        self.push_screen(Page(f"{heading}: up, down, PgDn scroll", body, lines))
 
     def _show_run(self, index: int | None) -> None:
         if index is not None:

@@ -147,24 +147,21 @@ def _line(*parts: str) -> Text:
 
 
 def _saves_line(view: RunView) -> Text:
-    saves, line = view.saves, Text(" saved ")
-    if saves.newest_step is None:
-        line.append("nothing", style="yellow" if view.step else "")
-    else:
-        line.append(f"{saves.newest_step:,}")
+    saves, mirror = view.saves, view.mirror
+    newest = value(saves.newest_step, ",")
+    line = Text(" saved ").append("nothing" if newest == "-" else newest)
+    if newest == "-" and view.step:
+        line.stylize("yellow", 7)
     if saves.steps_at_risk:
-        fate = "lost" if view.has_ended else "at risk"
-        risk = saves.seconds_at_risk
-        span = "" if risk is None else f" = {duration(risk)}"
+        fate, lost = "lost" if view.has_ended else "at risk", saves.seconds_at_risk
+        span = "" if lost is None else f" = {duration(lost)}"
         line.append(f"  {fate} {counted(saves.steps_at_risk, 'step')}{span}")
-    mirror = view.mirror
     if mirror is None:
         return line.append("  no mirror", style="dim")
-    line.append(f"  mirror {'empty' if mirror.newest_step is None else f'{mirror.newest_step:,}'}")
+    line.append("  mirror " + (known("{:,}", mirror.newest_step) or "empty"))
     if mirror.waiting:
         line.append(f", {mirror.waiting} behind", style="yellow" if mirror.last_error else "")
-        if mirror.uploading_fraction is not None:
-            line.append(f" ({mirror.uploading_fraction:.0%})")
+        line.append(known(" ({:.0%})", mirror.uploading_fraction))
     if mirror.failed:
         line.append(f", {mirror.failed} cannot be copied", style="red")
     return line
@@ -212,11 +209,10 @@ def gpu_lines(view: RunView) -> list[Text]:
 
 def gpu_trouble(gpu: GpuSample) -> str:
     """Return the known faults of a GPU in a few words; empty: none."""
-    throttled = [
-        words for name, words in _THROTTLES.items() if name in (gpu.throttle_reasons or ())
-    ]
-    troubles = ["fallen off the bus"] if gpu.lost else []
-    troubles += throttled[:1]
+    reasons = gpu.throttle_reasons or ()
+    troubles = [words for name, words in _THROTTLES.items() if name in reasons][:1]
+    if gpu.lost:
+        troubles.insert(0, "fallen off the bus")
     if gpu.ecc_uncorrected:
         troubles.append("memory errors")
     if gpu.remap_failed or gpu.remap_pending:
