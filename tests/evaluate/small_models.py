@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from evaluate.step_saves import SHAPES
+from small_families import SHAPES
 
 from refocused.evaluate.load_model import LoadedModel
 from refocused.evaluate.model_weights import network_class
@@ -15,37 +15,7 @@ from refocused.tokenizers.tokenizer_json import as_transformers, tokenizer_file
 
 CONTEXT = 64
 ROWS = 300  # ids above 256 are padding
-FAMILIES: dict[str, dict[str, Any]] = {
-    "gpt2": SHAPES["gpt2"] | {"n_positions": CONTEXT},
-    "gpt_neox": SHAPES["gpt_neox"] | {"max_position_embeddings": CONTEXT},
-    **{
-        name: {
-            "model_type": name,
-            "hidden_size": 32,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 16,
-            "intermediate_size": 96,
-            "max_position_embeddings": CONTEXT,
-        }
-        for name in ("qwen3", "nanochat")
-    },
-    "resonance": {
-        "model_type": "resonance",
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_resonators": 8,
-        "max_position_embeddings": CONTEXT,
-    },
-    "ten": {
-        "model_type": "ten",
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_eigenstates": 8,
-        "max_position_embeddings": CONTEXT,
-    },
-}
+FAMILIES = {name: shape for name, shape in SHAPES.items() if name != "llama"}
 
 
 @functools.cache

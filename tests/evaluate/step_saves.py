@@ -7,61 +7,35 @@ import sys
 from pathlib import Path
 from typing import Any, Literal
 
+import small_families
 import torch
 from ranks import ForkedRanks
 from torch import Tensor
 
 LENGTH, ROWS, VOCABULARY = 16, 128, 101
 # Widths that neither 2 nor 4 ranks divide evenly, so that every kind of padding is there.
+WIDTHS: dict[str, Any] = {"vocab_size": VOCABULARY, "num_attention_heads": 3, "hidden_size": 30}
+WIDTHS |= {"max_position_embeddings": 33, "intermediate_size": 75}
+GROUPED = WIDTHS | {"num_key_value_heads": 1}
+GPT2 = {"vocab_size": VOCABULARY, "n_positions": 33, "n_embd": 30, "n_head": 3, "n_inner": 75}
+
+
+def rope(kind: str, base: float, **others: float) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": base, **others}}
+
+
 SHAPES: dict[str, dict[str, Any]] = {
-    "gpt2": {
-        "model_type": "gpt2",
-        "vocab_size": VOCABULARY,
-        "n_positions": 33,
-        "n_embd": 30,
-        "n_layer": 2,
-        "n_head": 3,
-        "n_inner": 75,
-    },
-    "gpt_neox": {
-        "model_type": "gpt_neox",
-        "vocab_size": VOCABULARY,
-        "max_position_embeddings": 33,
-        "hidden_size": 30,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 3,
-        "intermediate_size": 75,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 50000.0,
-            "partial_rotary_factor": 0.4,
-        },
-    },
-}
-GROUPED: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "max_position_embeddings": 33,
-    "hidden_size": 30,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 3,
-    "num_key_value_heads": 1,
-    "intermediate_size": 75,
+    "gpt2": small_families.SHAPES["gpt2"] | GPT2,
+    "gpt_neox": small_families.SHAPES["gpt_neox"]
+    | WIDTHS
+    | rope("default", 50000.0, partial_rotary_factor=0.4),
 }
 LATER = {
-    "llama": {
-        "model_type": "llama",
-        **GROUPED,
-        "tie_word_embeddings": True,
-        "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 20000.0},
-    },
-    "qwen3": {
-        "model_type": "qwen3",
-        **GROUPED,
-        "head_dim": 14,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-    },
-    "nanochat": {"model_type": "nanochat", **GROUPED},
+    "llama": GROUPED | {"tie_word_embeddings": True} | rope("linear", 20000.0, factor=4.0),
+    "qwen3": GROUPED | {"head_dim": 14} | rope("default", 1e6),
+    "nanochat": GROUPED,
 }
+LATER = {name: small_families.SHAPES[name] | shape for name, shape in LATER.items()}
 
 
 @dataclasses.dataclass(frozen=True)

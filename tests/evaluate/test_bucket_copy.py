@@ -2,10 +2,10 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from checkpoints.step_samples import flip_byte
+from data.text_samples import files_of
 
 from refocused.bucket.bucket import BlobInfo
 from refocused.bucket.folder import DirectoryBucket
@@ -15,16 +15,14 @@ from refocused.system.errors import BucketError, CheckpointError
 from refocused.system.locks import FileLock
 
 CONTENT = {"config.json": b"{}", "model.safetensors": bytes(range(200)), "origin.json": b"1"}
+WEIGHTS = "model.safetensors"
 
 
-def write(folder: Path, content: dict[str, bytes]) -> None:
+def write(folder: Path, content: dict[str, bytes]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     for name, part in content.items():
         (folder / name).write_bytes(part)
-
-
-def files_of(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    return folder
 
 
 @pytest.fixture
@@ -58,52 +56,42 @@ class Counted(DirectoryBucket):
 def test_a_folder_is_in_the_bucket_once_its_marker_is(
     uploaded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    marker = uploaded / "COMMITTED"
-    assert json.loads(marker.read_text())["model.safetensors"]["bytes"] == 200
-    fetch_folder(DirectoryBucket(uploaded), tmp_path / "here")
+    marker, here = uploaded / "COMMITTED", tmp_path / "here"
+    assert json.loads(marker.read_text())[WEIGHTS]["bytes"] == 200
+    fetch_folder(DirectoryBucket(uploaded), here)
     before = marker.stat().st_mtime_ns
     upload(tmp_path)
     assert marker.stat().st_mtime_ns == before  # nothing was done
     (tmp_path / "model/origin.json").unlink()
-    changed = {"config.json": b"[]", "model.safetensors": CONTENT["model.safetensors"]}
+    changed = {"config.json": b"[]", WEIGHTS: CONTENT[WEIGHTS]}
     write(tmp_path / "model", changed)
-
-    def killed(*_arguments: Any, **_others: Any) -> None:
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patch:
-        patch.setattr(export_copy, "upload_many", killed)
-        with pytest.raises(KeyboardInterrupt):
+        patch.setattr(export_copy, "upload_many", None)  # killed there
+        with pytest.raises(TypeError):
             upload(tmp_path)
     assert not marker.exists()
     upload(tmp_path)
-    here = fetch_folder(DirectoryBucket(uploaded), tmp_path / "here")
-    assert files_of(here) == changed
+    assert files_of(fetch_folder(DirectoryBucket(uploaded), here)) == changed
     marker.unlink()
     assert files_of(uploaded) == changed
-
-
-def test_local_files_are_trusted_only_by_their_checksums(uploaded: Path, tmp_path: Path) -> None:
-    bucket, here = Counted(uploaded), tmp_path / "models/b/final_model"
-    for _ in range(2):
-        assert files_of(fetch_folder(bucket, here)) == CONTENT
-    assert sorted(bucket.fetched) == sorted(CONTENT)  # once
-    flip_byte(here / "model.safetensors")  # of the same size
-    (here / "model.safetensors.index.json").write_text("of an older model")
-    assert files_of(fetch_folder(bucket, here)) == CONTENT
-    assert [path.name for path in here.parent.iterdir() if path.is_dir()] == ["final_model"]
 
 
 def test_an_interrupted_download_continues_and_leaves_no_partial_model(
     uploaded: Path, tmp_path: Path
 ) -> None:
-    here = tmp_path / "here"
+    here = tmp_path / "models/b/final_model"
     with pytest.raises(BucketError, match="the connection was lost"):
-        fetch_folder(Counted(uploaded, fails_at="model.safetensors"), here)
+        fetch_folder(Counted(uploaded, fails_at=WEIGHTS), here)
     assert not here.exists()
-    again = Counted(uploaded)
-    assert files_of(fetch_folder(again, here)) == CONTENT
-    assert again.fetched == ["model.safetensors"]
+    bucket = Counted(uploaded)
+    for _ in range(2):
+        assert files_of(fetch_folder(bucket, here)) == CONTENT
+    assert bucket.fetched == [WEIGHTS]  # once, and alone
+    # Local files are trusted only by their checksums.
+    flip_byte(here / WEIGHTS)  # of the same size
+    (here / "model.safetensors.index.json").write_text("of an older model")
+    assert files_of(fetch_folder(bucket, here)) == CONTENT
+    assert [path.name for path in here.parent.iterdir() if path.is_dir()] == ["final_model"]
 
 
 @pytest.mark.parametrize(
@@ -120,18 +108,16 @@ def test_an_interrupted_download_continues_and_leaves_no_partial_model(
 def test_an_incomplete_folder_is_not_a_model(
     uploaded: Path, tmp_path: Path, damage: str, message: str
 ) -> None:
-    weights, marker, here = uploaded / "model.safetensors", uploaded / "COMMITTED", tmp_path / "a"
+    weights, marker, here = uploaded / WEIGHTS, uploaded / "COMMITTED", tmp_path / "a"
     lock = FileLock(tmp_path / ".a.lock")
-    if damage.startswith("marker"):
-        marker.write_bytes(b'{"con') if damage.endswith("torn") else marker.unlink()
-    elif damage == "object lost":
-        weights.unlink()
-    elif damage == "object cut":
-        weights.write_bytes(weights.read_bytes()[:-1])
-    elif damage == "object flipped":
-        flip_byte(weights)
-    else:
-        assert lock.acquire()
+    {
+        "marker lost": marker.unlink,
+        "marker torn": lambda: marker.write_bytes(b'{"con'),
+        "object lost": weights.unlink,
+        "object cut": lambda: weights.write_bytes(weights.read_bytes()[:-1]),
+        "object flipped": lambda: flip_byte(weights),
+        "being fetched": lock.acquire,
+    }[damage]()
     with pytest.raises(CheckpointError, match=message):
         fetch_folder(DirectoryBucket(uploaded), here)
     lock.release()
@@ -141,10 +127,10 @@ def test_an_incomplete_folder_is_not_a_model(
 def test_a_folder_without_a_marker_is_used_with_a_warning(
     tmp_path: Path, heard: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    write(tmp_path / "theirs", {"config.json": b"{}", "weights": b"w"})
-    write(tmp_path / "theirs" / "below", {"more": b"m"})
-    found = fetch_folder(DirectoryBucket(tmp_path / "theirs"), tmp_path / "here")
-    assert files_of(found) == {"config.json": b"{}", "weights": b"w"}
+    theirs = write(tmp_path / "theirs", {"config.json": b"{}", "weights": b"w"})
+    write(theirs / "below", {"more": b"m"})
+    copy = fetch_folder(DirectoryBucket(theirs), tmp_path / "here")
+    assert files_of(copy) == {"config.json": b"{}", "weights": b"w"}
     assert "whether its upload was finished is not known" in caplog.text
     write(tmp_path / "final_model", {"config.json": b"{}"})
     with pytest.raises(CheckpointError, match="its upload never finished"):

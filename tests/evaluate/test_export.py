@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from checkpoints.step_samples import manifest_for
+from checkpoints.step_samples import flip_byte, reseal
 from data.text_samples import tiny_bpe, word_file
 from evaluate.small_models import CONTEXT, FAMILIES, small_model
 from evaluate.step_saves import LATER, LENGTH, PLAIN, SPECIAL, VOCABULARY, Save, step_of, weights_of
@@ -22,14 +22,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from refocused.checkpoints.step.checkpoint_directory import Checkpoint, read_checkpoint
-from refocused.checkpoints.step.checkpoint_manifest import COMMITTED, MANIFEST
-from refocused.checkpoints.step.staging import write_manifest
 from refocused.evaluate.export import (
     add_modeling_file,
+    answer_to,
     export_step,
     largest_difference,
     modeling_source,
 )
+from refocused.evaluate.final_model import FinalModelRequest, read_answer
 from refocused.evaluate.load_model import load_model
 from refocused.evaluate.model_weights import ModelWeights, network_class, tokenizer_of
 from refocused.models.families import transformers_config
@@ -173,7 +173,8 @@ def test_several_smaller_files_load_alike(saved: dict[int, Path], tmp_path: Path
 
 
 def test_a_checkpoint_is_loaded_with_its_tokenizer(saved: dict[int, Path], tmp_path: Path) -> None:
-    step = with_file(step_of(saved[2], SAVE), tmp_path, "tokenizer.json", word_file)
+    words = word_file(tmp_path / "words.json").read_bytes()
+    step = with_file(saved, tmp_path, "tokenizer.json", words)
     loaded = load_model(step.path, dtype="fp32")
     assert loaded.tokenizer("cat the")["input_ids"] == [1, 0]
     assert loaded.facts["step"] == 2
@@ -228,32 +229,55 @@ def test_a_wrong_export_is_detected(saved: dict[int, Path], tmp_path: Path) -> N
 def test_a_model_that_differs_from_its_description_is_rejected(
     saved: dict[int, Path], tmp_path: Path
 ) -> None:
-    def other_shape(path: Path) -> None:
-        path.write_text(path.read_text().replace('"n_inner": 75', '"n_inner": 70'))
-
-    step = with_file(step_of(saved[2], SAVE), tmp_path, "model.json", other_shape)
+    other = SAVE.shape | {"n_inner": 70}
+    step = with_file(saved, tmp_path, "model.json", json.dumps(other).encode())
     with pytest.raises(CheckpointError, match=r"mlp.c_fc.bias is \(75,\), not \(70,\)"):
         ModelWeights(step)
 
 
-def with_file(path: Path, folder: Path, name: str, write: Any) -> Checkpoint:
+def test_the_final_model_is_made_once_per_save_and_errors_are_returned(
+    saved: dict[int, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, bucket = tmp_path / "checkpoints" / "checkpoint_step_2", tmp_path / "bucket"
+    shutil.copytree(step_of(saved[2], SAVE), step)
+    bucket.mkdir()
+    places = {"bucket": str(bucket), "prefix": "sample/final_model"}
+    request = FinalModelRequest(run=tmp_path, step=step, token="mine", **places)
+    request.folder.mkdir()  # of an earlier end of the run
+    (request.folder / "origin.json").write_text('{"step": 1}')
+    answer = answer_to(request)
+    assert (answer, answer.status) == (read_answer(request), "uploaded")
+    assert answer.text.startswith("step 2, ")
+    transformers.AutoModelForCausalLM.from_pretrained(request.folder)
+    names = {path.name for path in request.folder.iterdir()}
+    copied = {path.name for path in (bucket / "sample/final_model").iterdir()}
+    assert copied == {*names, "COMMITTED"}
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            "refocused.evaluate.export.export_step", lambda *_, **__: pytest.fail("again")
+        )
+        assert answer_to(request) == answer
+    assert read_answer(request.model_copy(update={"token": "another"})) is None
+    assert not list(tmp_path.glob(".final_model.[no]*"))
+    failed = answer_to(request.model_copy(update={"bucket": "az://other"}))
+    assert failed.status == "made" and "'az://other' is not a bucket" in failed.text
+    alone = request.model_copy(update={"bucket": None})
+    assert answer_to(alone).status == "made"
+    shutil.rmtree(request.folder)
+    flip_byte(next(step.glob("zero/*_rank_1_*")))
+    failed = answer_to(alone)
+    assert failed.status == "failed" and "is corrupt" in failed.text
+    assert not request.folder.exists()
+
+
+def with_file(saved: dict[int, Path], folder: Path, name: str, content: bytes) -> Checkpoint:
     """Copy a checkpoint, and replace one file and its record in the manifest."""
-    copy = folder / path.name
-    shutil.copytree(path, copy)
-    write(copy / name)
-    manifest = read_checkpoint(path).manifest
-    for seal in (MANIFEST, COMMITTED):
-        (copy / seal).unlink()
-    files = manifest_for(copy, manifest.step).files
-    manifest = manifest.model_copy(update={"files": files})
-    write_manifest(copy, manifest)
+    copy = shutil.copytree(step_of(saved[2], SAVE), folder / "checkpoint_step_2")
+    reseal(copy, name, content)
     return read_checkpoint(copy)
 
 
-SHAPES = {
-    "resonance": FAMILIES["resonance"],
-    "ten": FAMILIES["ten"] | {"learned_positions": False, "scales": [1, 2]},
-}
+SHAPES = {"resonance": FAMILIES["resonance"], "ten": FAMILIES["ten"] | {"learned_positions": False}}
 # A process in which only torch and transformers can be imported.
 CLEAN = """
 import sys

@@ -55,11 +55,8 @@ def bytes_encoder(context: int = 12, *, end_of_text: bool = True) -> Encoder:
     ("context", "rest", "wanted"),
     [
         ("ab", " cd", Continuation(tuple(b"ab cd"), 3)),
-        (
-            "ab ",
-            " cd",
-            Continuation(tuple(b"ab  cd"), 4),
-        ),  # trailing spaces belong to the continuation
+        # Trailing spaces belong to the continuation.
+        ("ab ", " cd", Continuation(tuple(b"ab  cd"), 4)),
         ("", " cd", Continuation((256, *b" cd"), 3)),
         (" ", "cd", Continuation((256, *b" cd"), 3)),
         ("0123456789abc", "xy", Continuation(tuple(b"23456789abcxy"), 2, is_cut=True)),
@@ -81,11 +78,8 @@ def test_unencodable_items_are_rejected(tmp_path: Path) -> None:
         bytes_encoder(end_of_text=False).continuations([("", "c")], places=["items:4"])
     content = word_file(tmp_path / "words.json").read_bytes()
     tokenizer = as_transformers(content, end_of_text_id=None, max_length=9)
-    encoder = Encoder(tokenizer, context_tokens=9, vocabulary=4)
-    assert encoder.encode(["the cat"]) == [[0, 1]]
-    with pytest.raises(
-        EvaluationError, match="has ids up to 3, but the model's vocabulary has only 3"
-    ):
+    assert Encoder(tokenizer, context_tokens=9, vocabulary=4).encode(["the cat"]) == [[0, 1]]
+    with pytest.raises(EvaluationError, match="ids up to 3, but the model's vocabulary has only 3"):
         Encoder(tokenizer, context_tokens=9, vocabulary=3)
 
 
@@ -229,20 +223,18 @@ def test_standard_errors_of_perplexities_by_hand() -> None:
     assert measures["bits_per_byte"].standard_error == pytest.approx(error / 2 / math.log(2))
     alone = perplexities_of(sequences[:1], scored[:1], text_bytes=4)
     assert alone["perplexity"].standard_error is None
-    words = measures_of(
-        [Question("c", ("word",), 0)] * 2, [Scored(-1.0, True), Scored(-3.0, False)]
-    )
+    scored = [Scored(-1.0, True), Scored(-3.0, False)]
+    words = measures_of([Question("c", ("word",), 0)] * 2, scored)
     assert words["perplexity"].standard_error == pytest.approx(math.exp(2))
 
 
-@pytest.mark.parametrize(("context", "stride"), [(CONTEXT, None), (24, 1)])
-def test_every_token_is_scored_with_its_whole_context(context: int, stride: int | None) -> None:
-    network, tokenizer = bytes_model()
+def test_every_token_is_scored_with_its_whole_context() -> None:
+    (network, tokenizer), context = bytes_model(), 24
     encoder = Encoder(tokenizer, context_tokens=context, vocabulary=257)
     text = "the dog ran home and the cat sat, then it was fast"
-    one = prepare_text("t", text, encoder, stride=stride)
-    scored = score_all(one.continuations, NetworkScorer(network), rows=8, world=World()) or ()
-    taken = one.result(scored)
+    examination = prepare_text("t", text, encoder, stride=1)
+    sequences, scorer = examination.continuations, NetworkScorer(network)
+    result = examination.result(score_all(sequences, scorer, rows=8, world=World()) or ())
     ids = [256, *text.encode()]
     total = 0.0
     for place in range(1, len(ids)):
@@ -250,8 +242,8 @@ def test_every_token_is_scored_with_its_whole_context(context: int, stride: int 
         with torch.no_grad():
             exact = network(seen).logits[0, -1].double().log_softmax(-1)
         total -= float(exact[ids[place]])
-    wanted = math.exp(total / (len(ids) - 1))
-    assert taken.measures["perplexity"].value == pytest.approx(wanted, rel=1e-5)
+    expected = math.exp(total / (len(ids) - 1))
+    assert result.measures["perplexity"].value == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("family", ["resonance", "ten"])

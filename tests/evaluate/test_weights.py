@@ -31,40 +31,34 @@ CASES = [(ranks, save) for ranks, saves in SAVES.items() for save in saves]
 @pytest.mark.parametrize(
     ("ranks", "save"), CASES, ids=[f"{ranks}-{save.name}" for ranks, save in CASES]
 )
-def test_weights_equal_the_engines(saved: dict[int, Path], ranks: int, save: Save) -> None:
-    found = ModelWeights(read_checkpoint(step_of(saved[ranks], save)))
-    wanted = weights_of(saved[ranks], save)
-    assert list(found.shapes) == list(wanted)
-    tied = {"gpt2": "transformer.wte.weight", "llama": "model.embed_tokens.weight"}
-    assert found.ties == ({"lm_head.weight": tied[save.family]} if save.family in tied else {})
-    for name, weight in wanted.items():
-        whole = found.tensor(name, padded=True)
-        assert whole.shape == weight.shape
-        assert torch.equal(whole, weight), name
-        assert torch.equal(found.tensor(name), weight[: found.shapes[name][0]]), name
-
-
-@pytest.mark.parametrize(
-    ("ranks", "save"), CASES, ids=[f"{ranks}-{save.name}" for ranks, save in CASES]
-)
-def test_a_run_can_start_from_the_weights(saved: dict[int, Path], ranks: int, save: Save) -> None:
+def test_weights_equal_the_engines_and_start_a_run(
+    saved: dict[int, Path], ranks: int, save: Save
+) -> None:
     step = step_of(saved[ranks], save)
+    weights, expected = ModelWeights(read_checkpoint(step)), weights_of(saved[ranks], save)
+    assert list(weights.shapes) == list(expected)
+    tied = {"gpt2": "transformer.wte.weight", "llama": "model.embed_tokens.weight"}
+    assert weights.ties == ({"lm_head.weight": tied[save.family]} if save.family in tied else {})
+    for name, weight in expected.items():
+        whole = weights.tensor(name, padded=True)
+        assert torch.equal(whole, weight), name
+        assert torch.equal(weights.tensor(name), weight[: weights.shapes[name][0]]), name
     if save.stage == 0:
         with pytest.raises(CheckpointError, match=r"zero.stage=0.*checkpoints.* export"):
             open_model(step, trusts_pickles=False)
         return
-    stored, shape = (open_model(step, trusts_pickles=False), shape_from(save.shape, where=""))
+    stored, shape = open_model(step, trusts_pickles=False), shape_from(save.shape, where="")
     if save.frozen:
         with pytest.raises(ConfigError, match=r"files lack transformer.wpe.weight"):
             match(stored, shape, where="x", preset="y", resizes=False)
         return
     fill = match(stored, shape, where="x", preset="y", resizes=False)
-    for name, weight in weights_of(saved[ranks], save).items():
-        found = torch.full(weight.shape, -7.0)
+    for name, weight in expected.items():
+        filled = torch.full(weight.shape, -7.0)
         for start in (5, 0):
-            fill(found.view(-1)[start:], f"network.{name}", start)
-        assert torch.equal(found[:VOCABULARY], weight[:VOCABULARY]), name
-        assert len(weight) != ROWS or (found[VOCABULARY:] == -7.0).all()
+            fill(filled.view(-1)[start:], f"network.{name}", start)
+        assert torch.equal(filled[:VOCABULARY], weight[:VOCABULARY]), name
+        assert len(weight) != ROWS or (filled[VOCABULARY:] == -7.0).all()
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ import ctypes
 import functools
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,68 +11,47 @@ import pynvml as nvml
 
 VARIABLE = "STAND_IN_NVML"  # names the file of facts
 GB = 10**9
-# An H100 at work, in NVML's units; field_N is NVML's field of that number.
-HEALTHY: dict[str, Any] = {
-    "name": "NVIDIA H100 80GB HBM3",
-    "utilization": 97,
-    "memory_total": 80 * GB,
-    "memory_used": 48 * GB,
-    "temperature": 61,
-    "slowdown": 87,
-    "power": 640_500,
-    "power_limit": 700_000,
-    "sm_clock": 1755,
-    "sm_clock_max": 1980,
-    "memory_clock": 2619,
-    "clock_events": 0x4,
-    "ecc_corrected": 0,
-    "ecc_uncorrected": 0,
-    "remapped_corrected": 0,
-    "remapped_uncorrected": 0,
-    "remap_pending": 0,
-    "remap_failed": 0,
-    "pcie_generation": 5,
-    "pcie_generation_max": 5,
-    "pcie_width": 16,
-    "pcie_width_max": 16,
-    "pcie_replays": 0,
-    "mig": 0,
-    "mig_pending": 0,
+# What an H100 at work answers, in NVML's units: the function with its other arguments, what it
+# writes of the structure that its reference points to, and the value.
+FACTS: dict[str, tuple[str, str, Any]] = {
+    "uuid": ("nvmlDeviceGetUUID", "value", ""),
+    "name": ("nvmlDeviceGetName", "value", "NVIDIA H100 80GB HBM3"),
+    "utilization": ("nvmlDeviceGetUtilizationRates", "gpu", 97),
+    "memory_total": ("nvmlDeviceGetMemoryInfo", "total", 80 * GB),
+    "memory_used": ("nvmlDeviceGetMemoryInfo", "used", 48 * GB),
+    "temperature": ("nvmlDeviceGetTemperature/0", "value", 61),
+    "slowdown": ("nvmlDeviceGetTemperatureThreshold/1", "value", 87),
+    "major": ("nvmlDeviceGetCudaComputeCapability", "value", None),
+    "minor": ("nvmlDeviceGetCudaComputeCapability", "value", None),
+    "power": ("nvmlDeviceGetPowerUsage", "value", 640_500),
+    "power_limit": ("nvmlDeviceGetEnforcedPowerLimit", "value", 700_000),
+    "sm_clock": ("nvmlDeviceGetClockInfo/1", "value", 1755),
+    "memory_clock": ("nvmlDeviceGetClockInfo/2", "value", 2619),
+    "sm_clock_max": ("nvmlDeviceGetMaxClockInfo/1", "value", 1980),
+    "clock_events": ("nvmlDeviceGetCurrentClocksEventReasons", "value", 0x4),
+    "ecc_corrected": ("nvmlDeviceGetTotalEccErrors/0/0", "value", 0),
+    "ecc_uncorrected": ("nvmlDeviceGetTotalEccErrors/1/0", "value", 0),
+    "remapped_corrected": ("nvmlDeviceGetRemappedRows", "value", 0),
+    "remapped_uncorrected": ("nvmlDeviceGetRemappedRows", "value", 0),
+    "remap_pending": ("nvmlDeviceGetRemappedRows", "value", 0),
+    "remap_failed": ("nvmlDeviceGetRemappedRows", "value", 0),
+    "pcie_generation": ("nvmlDeviceGetCurrPcieLinkGeneration", "value", 5),
+    "pcie_generation_max": ("nvmlDeviceGetMaxPcieLinkGeneration", "value", 5),
+    "pcie_width": ("nvmlDeviceGetCurrPcieLinkWidth", "value", 16),
+    "pcie_width_max": ("nvmlDeviceGetMaxPcieLinkWidth", "value", 16),
+    "pcie_replays": ("nvmlDeviceGetPcieReplayCounter", "value", 0),
+    "mig": ("nvmlDeviceGetMigMode", "value", 0),
+    "mig_pending": ("nvmlDeviceGetMigMode", "value", 0),
+}
+HEALTHY: dict[str, Any] = {name: value for name, (_, _, value) in FACTS.items()} | {
     "process": [4711, 47 * GB],
+    # NVML's fields by their numbers.
     "field_82": 70,  # temperature of the memory
     "field_91": 18,  # NVLinks
     "field_165": 1,  # each of them is up
     **dict.fromkeys(("field_38", "field_45", "field_52", "field_59"), 0),  # their errors
     "field_138": 0,  # KiB sent
     "field_139": 0,  # KiB received
-}
-# The facts that a function writes where its references point, by its other arguments.
-NUMBERS = {
-    "nvmlDeviceGetTemperature/0": ["temperature"],
-    "nvmlDeviceGetTemperatureThreshold/1": ["slowdown"],
-    "nvmlDeviceGetCudaComputeCapability": ["major", "minor"],
-    "nvmlDeviceGetPowerUsage": ["power"],
-    "nvmlDeviceGetEnforcedPowerLimit": ["power_limit"],
-    "nvmlDeviceGetClockInfo/1": ["sm_clock"],
-    "nvmlDeviceGetClockInfo/2": ["memory_clock"],
-    "nvmlDeviceGetMaxClockInfo/1": ["sm_clock_max"],
-    "nvmlDeviceGetCurrentClocksEventReasons": ["clock_events"],
-    "nvmlDeviceGetTotalEccErrors/0/0": ["ecc_corrected"],
-    "nvmlDeviceGetTotalEccErrors/1/0": ["ecc_uncorrected"],
-    "nvmlDeviceGetRemappedRows": [
-        *("remapped_corrected", "remapped_uncorrected", "remap_pending", "remap_failed")
-    ],
-    "nvmlDeviceGetCurrPcieLinkGeneration": ["pcie_generation"],
-    "nvmlDeviceGetMaxPcieLinkGeneration": ["pcie_generation_max"],
-    "nvmlDeviceGetCurrPcieLinkWidth": ["pcie_width"],
-    "nvmlDeviceGetMaxPcieLinkWidth": ["pcie_width_max"],
-    "nvmlDeviceGetPcieReplayCounter": ["pcie_replays"],
-    "nvmlDeviceGetMigMode": ["mig", "mig_pending"],
-}
-TEXTS = {"nvmlDeviceGetUUID": "uuid", "nvmlDeviceGetName": "name"}
-MEMBERS = {
-    "nvmlDeviceGetUtilizationRates": [("gpu", "utilization")],
-    "nvmlDeviceGetMemoryInfo": [("total", "memory_total"), ("used", "memory_used")],
 }
 
 
@@ -131,28 +109,16 @@ def _answer_of_gpu(gpu: dict[str, Any], name: str, arguments: tuple[Any, ...]) -
         if gpu["process"]:
             found[0].pid, found[0].usedGpuMemory = gpu["process"]
         return nvml.NVML_SUCCESS
-    return _write_facts(gpu, name, arguments)
-
-
-def _write_facts(gpu: dict[str, Any], name: str, arguments: tuple[Any, ...]) -> Any:
-    write: dict[str, Callable[[Any], None]]
-    if name in TEXTS:
-        write = {TEXTS[name]: lambda text: setattr(arguments[0], "value", text.encode())}
-    elif name in MEMBERS:
-        target = arguments[0]._obj
-        write = {fact: functools.partial(setattr, target, one) for one, fact in MEMBERS[name]}
-    else:
-        chosen = [str(one.value) for one in arguments if isinstance(one, ctypes.c_uint)]
-        targets = [one._obj for one in arguments if hasattr(one, "_obj")]
-        facts = NUMBERS.get("/".join([name, *chosen]), [])
-        write = {
-            fact: functools.partial(setattr, target, "value")
-            for fact, target in zip(facts, targets, strict=False)
-        }
-    if not write or any(gpu.get(fact) is None for fact in write):
+    is_text = isinstance(arguments[0], ctypes.Array)  # its size follows
+    chosen = [] if is_text else [one.value for one in arguments if isinstance(one, ctypes.c_uint)]
+    function = "/".join(map(str, [name, *chosen]))
+    targets = [arguments[0]] if is_text else [one._obj for one in arguments if hasattr(one, "_obj")]
+    facts = {fact: member for fact, (known, member, _) in FACTS.items() if known == function}
+    if not facts or any(gpu[fact] is None for fact in facts):
         return nvml.NVML_ERROR_NOT_SUPPORTED
-    for fact, set_value in write.items():
-        set_value(gpu[fact])
+    for number, (fact, member) in enumerate(facts.items()):
+        value = gpu[fact].encode() if is_text else gpu[fact]
+        setattr(targets[min(number, len(targets) - 1)], member, value)
     return nvml.NVML_SUCCESS
 
 

@@ -69,7 +69,7 @@ def of_system(free_gb: float = 900, total_gb: float = 1000, **changes: Any) -> R
 def falling(start_gb: float, gb_per_hour: float, *, hours: float = 1.0) -> list[DiskPoint]:
     """A disk that fills evenly, seen once a minute."""
     minutes = range(round(60 * hours) + 1)
-    return [(60.0 * m, start_gb - gb_per_hour * m / 60) for m in minutes]
+    return [(1e5 + 60 * m, start_gb - gb_per_hour * m / 60) for m in minutes]
 
 
 def of_trend(gb_per_hour: float) -> Readings:
@@ -248,6 +248,7 @@ NOT_STARTED = {"status": "finished", "mirror": MIRROR, "after": 1e5}
         # Of a new session that has written nothing yet, the mirror's words are of the one before.
         (of_run([], **NOT_STARTED), "mirror_silent", None, ""),
         (of_money(101.0, 5.0), "credit_short", "bad", "lasts for 0.0 h"),
+        (of_money(100.0, 5.0), "credit_short", "bad", "lasts for 0.0 h"),
         (of_money(101.0, 5.0, total_steps=10), "credit_short", "good", ""),  # nothing is left
         (of_money(99.0, total_steps=10), "credit_ending", "good", ""),
         (of_money(80.0, 20.0), "budget_80", "bad", "$80.00, 80% of its budget ($100.00)"),
@@ -294,7 +295,9 @@ def test_what_is_unknown_is_no_alarm_and_no_all_clear() -> None:
         (falling(100, 20, hours=1 / 3), 14 / 3),
         (falling(100, 20, hours=0.3), None),  # too short to tell a trend from a save
         (falling(100, -5), None),
-        ([(0.0, 900.0), (3600.0, 100.0), (7200.0, 50.0)], 1.0),  # only the last hour counts
+        (falling(100, 0), None),
+        # Only the last hour counts.
+        ([(0.0, 900.0), (3500.0, 500.0), (3600.0, 100.0), (7200.0, 50.0)], 1.0),
     ],
 )
 def test_hours_until_a_disk_is_full(disk: list[DiskPoint], hours: float | None) -> None:
@@ -379,7 +382,7 @@ def test_subjects_are_kept_apart_and_without_a_reading_an_alarm_stays() -> None:
     good = Reading("gpu_lost", "GPU 2", False, "answers")
     standings, events = judge(standings, [good], now=2, host="here")
     assert [(event.subject, event.raised) for event in events] == [("GPU 2", False)]
-    raised = [key for key, standing in standings.items() if standing.raised]
+    raised = [key for key, (is_raised, _) in standings.items() if is_raised]
     assert raised == [("gpu_lost", "GPU 1")]
 
 

@@ -1,10 +1,14 @@
+"""The process that samples a machine: what it writes, when it ends, and whom it tells."""
+
 import dataclasses
+import http.server
 import json
 import os
 import signal
 import subprocess
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +19,9 @@ from ranks import until
 
 from refocused.config.outputs import CostConfig, LogConfig
 from refocused.metrics.jsonl import JsonLines, write_state
-from refocused.monitor.sampler import gpu_reader, hangs, start_sampler, watchdog
-from refocused.monitor.sampler.alarms import alarm_rules
+from refocused.monitor.readings import AlarmEvent
+from refocused.monitor.sampler import alarms, gpu_reader, hangs, start_sampler, watchdog
+from refocused.monitor.sampler.alarms import AlarmMessages, alarm_rules
 from refocused.monitor.sampler.sampler import Sampler, take_turn
 from refocused.monitor.sampler.start_sampler import SamplerSettings
 from refocused.system.processes import ProcessIdentity, identify, this_process
@@ -192,11 +197,15 @@ def rank() -> Iterator[Rank]:
     started.kill()
 
 
-def test_the_process_ends_with_its_rank_and_says_that_it_was_killed(site: Site, rank: Rank) -> None:
+def test_the_process_ends_with_its_rank_says_that_it_was_killed_and_keeps_the_secret(
+    site: Site, rank: Rank
+) -> None:
     write_state(site.run / "state.json", {"status": "training", "step": 12})
-    pid = start_sampler.start_sampler(site.settings(rank.identity))
+    command = f"env > {site.run}/environment; cat > {site.run}/got # SECRET"
+    pid = start_sampler.start_sampler(site.settings(rank.identity, on_alarm=command))
     assert Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1] == "1"  # no rank's
     site.await_lines(18)
+    assert "SECRET" not in Path(f"/proc/{pid}/cmdline").read_text()
     site.machine.gpu(7, lost=1)
     site.await_lines(1, "events")
     rank.kill()
@@ -206,6 +215,8 @@ def test_the_process_ends_with_its_rank_and_says_that_it_was_killed(site: Site, 
     assert " sampler WARNING ALARM: " in log
     assert "ended without reporting why; it was probably killed (step 12). Read the end of" in log
     assert (site.run / "logs" / "sampler.log").read_text() == ""
+    assert json.loads((site.run / "got").read_text())["alarm"] == "run_died"
+    assert "SECRET" not in (site.run / "environment").read_text()
 
 
 @pytest.mark.slow
@@ -226,19 +237,6 @@ def test_of_two_on_a_machine_one_samples(site: Site, rank: Rank) -> None:
     assert identify(second) is not None
     later.kill()
     until(lambda: identify(second) is None)
-
-
-def start(world: World, folder: Path, *, seconds: float = 5.0) -> None:
-    """Start sampling as training does."""
-    start_sampler.start_sampling(folder, world, log=LogConfig(sample_seconds=seconds), cost=COST)
-
-
-def test_a_sampler_that_cannot_be_started_is_reported_and_training_goes_on(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "logs").write_text("in the way")
-    start(World(), tmp_path)
-    assert "sampler of GPUs and machine could not be started" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -264,10 +262,126 @@ def test_the_sampler_that_a_rank_starts(
     monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     world = World(world_size=16, local_world_size=8, device_kind="cuda")
     world = dataclasses.replace(world, **changes)
-    start(world, tmp_path, seconds=seconds)
+    log = LogConfig(sample_seconds=seconds)
+    start_sampler.start_sampling(tmp_path, world, log=log, cost=COST)
     for found in started:
         assert found.training == this_process()
         assert (found.node, found.ranks, found.interval_seconds) == (world.node, ranks, seconds)
         assert (found.visible_devices, found.cuda_order, found.cost) == ("1,0", "PCI_BUS_ID", COST)
         assert SamplerSettings.model_validate_json(found.model_dump_json()) == found
     assert len(started) == (ranks is not None)
+
+
+def test_a_sampler_that_cannot_be_started_is_reported_and_training_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "logs").write_text("in the way")
+    start_sampler.start_sampling(tmp_path, World(), log=LogConfig(), cost=COST)
+    assert "sampler of GPUs and machine could not be started" in caplog.text
+
+
+class Server(http.server.ThreadingHTTPServer):
+    """A web server that keeps what it gets, and responds with `status` once `open` is set."""
+
+    got: list[dict[str, Any]]
+    open: threading.Event
+    status = 200
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    server: Server
+
+    def do_POST(self) -> None:
+        assert self.path == "/SECRET?key=SECRET"
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.got.append(json.loads(body))
+        self.server.open.wait()
+        self.send_response(self.server.status)
+        self.end_headers()
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    monkeypatch.setattr(alarms, "PAUSES_SECONDS", (0.01, 0.01))
+    with Server(("127.0.0.1", 0), Handler) as found:
+        found.got, found.open = [], threading.Event()
+        threading.Thread(target=found.serve_forever, daemon=True).start()
+        yield found
+        found.open.set()
+        found.shutdown()
+
+
+def address(server: Server) -> str:
+    return f"http://user:pass@127.0.0.1:{server.server_port}/SECRET?key=SECRET"
+
+
+def test_critical_alarms_of_a_run_are_posted(site: Site, server: Server) -> None:
+    write_state(site.run / "state.json", {"status": "training", "run": "one", "step": 7})
+    sampler = Sampler(site.settings(on_alarm=address(server)))
+    for facts in ({"lost": 1}, {"lost": 0}, {"lost": 1, "remap_pending": 1}):
+        site.machine.gpu(7, **facts)
+        sampler.round()  # a request that hangs does not delay it
+    assert len(site.lines()) == 27
+    server.open.set()
+    until(lambda: len(server.got) == 2)
+    raised, cleared = server.got
+    assert (raised["run"], raised["alarm"], raised["step"]) == ("one", "gpu_lost", 7)
+    assert (raised["severity"], raised["raised"], cleared["raised"]) == ("critical", True, False)
+    assert raised["subject"].endswith("GPU 7") and "fallen off the bus" in raised["text"]
+    assert raised["advice"].startswith("Restart or replace the machine")
+    assert {"host", "time"} <= set(raised)
+    assert site.alarms[-1] == ("gpu_lost", "7", True)  # again: too soon for another message
+
+
+def send(target: str, *events: tuple[bool | None, float], done: Callable[[], bool]) -> None:
+    """Send an alarm as it is raised (True), cleared or neither at these times."""
+    messages = AlarmMessages(target)
+    for raised, now in events:
+        event = AlarmEvent("disk_full", "node1", raised is True, "critical", "text", "node1")
+        messages.add([] if raised is None else [event], run="one", step=None, now=now)
+    until(done)
+    messages.close()
+
+
+@pytest.mark.parametrize(
+    ("events", "expected"),
+    [
+        ([(True, 0), (False, 1), (True, 2), (None, 600)], [True, False, True]),
+        ([(True, 0), (False, 1), (True, 2), (None, 599)], [True, False]),
+        ([(True, 0), (False, 1), (True, 2), (False, 3), (None, 600)], [True, False]),
+        ([(False, 0), (True, 1)], [False, True]),  # first, the clearing of an earlier session's
+    ],
+)
+def test_a_flapping_alarm_is_sent_seldom(
+    tmp_path: Path, events: list[tuple[bool | None, float]], expected: list[bool]
+) -> None:
+    send(f"cat >> {tmp_path}/got; echo >> {tmp_path}/got", *events, done=lambda: True)
+    got = [json.loads(line) for line in (tmp_path / "got").read_text().splitlines()]
+    assert [one["raised"] for one in got] == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("refuses", "HTTP 300"),
+        ("hangs", "ReadTimeout"),
+        ("sleep 600", "the command took longer than 0.2 s"),
+        ("exit 3", "exit code 3"),
+    ],
+)
+def test_a_failure_delays_no_end_and_is_logged_once_without_the_address(
+    server: Server,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    kind: str,
+    reason: str,
+) -> None:
+    if kind == "refuses":
+        server.status = 300
+        server.open.set()
+    else:
+        monkeypatch.setattr(alarms, "LIMIT_SECONDS", 0.2)
+    target = address(server) if kind in ("refuses", "hangs") else kind
+    attempts = 6 if kind == "refuses" else 0  # three for each message
+    send(target, (True, 0), (False, 1), done=lambda: len(server.got) >= attempts)
+    assert caplog.messages == [f"log.on_alarm: an alarm could not be sent ({reason})."]

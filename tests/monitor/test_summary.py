@@ -1,14 +1,104 @@
+"""The summary of a run: the rows, the page that embeds it, and what a browser makes of that."""
+
+import html
+import json
 import math
+import re
+import shutil
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from monitor.watched_run import GPU, NOW, WatchedRun, new_run
 
+from refocused.commands.monitor import main
 from refocused.metrics.history import StepMetrics, read_history
-from refocused.monitor.screen.pictures import draw_history, limits, line_of
-from refocused.monitor.screen.summary import write_summary
+from refocused.metrics.jsonl import JsonLinesTail
+from refocused.monitor import readings
+from refocused.monitor.readings import (
+    GpuMinute,
+    GpuSample,
+    as_record,
+    gpu_minutes,
+    read_gpu_minutes,
+)
+from refocused.monitor.screen.pictures import columns, draw_history, limits, line_of
+from refocused.monitor.screen.summary import CURVES, MOST_COLUMNS, write_summary
 
-SUMMARY = {"SUMMARY.md", "summary.html"}
+HOSTILE = "</script><script>alert(1)</script><!--<script> \u2028 {{runs}}"
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+HEADLESS = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync "
+HEADLESS += "--disable-background-networking --disable-component-update"
+# Drag over the first panel, hide a line, choose the dark colours, and write down what is there.
+DRIVER = """<script>
+const use = (target, kind, x) => target.dispatchEvent(
+  new MouseEvent(kind, {clientX: x, clientY: 60, movementX: 1, bubbles: true, button: 0}));
+setTimeout(() => {
+  const drawn = () => [...document.querySelectorAll("canvas")].map(one => one.getContext("2d")
+    .getImageData(0, 0, one.width, one.height).data.reduce((sum, value) => sum + value, 0));
+  const seen = {light: drawn(), page: getComputedStyle(document.body).backgroundColor};
+  seen.titles = [...document.querySelectorAll("#panels h2")].map(one => one.firstChild.data.trim());
+  const [{chart}] = charts, over = chart.over, left = over.getBoundingClientRect().left;
+  use(over, "mouseenter", left + 50);
+  use(over, "mousemove", left + 50);
+  seen.hovered = chart.root.querySelector(".u-legend").innerText;
+  use(over, "mousedown", left + 50);
+  use(over, "mousemove", left + 150);
+  use(document, "mouseup", left + 150);
+  setTimeout(() => {
+    seen.zoomed = charts.map(one => [one.chart.scales.x.min, one.chart.scales.x.max]);
+    get("reset").click();
+    chart.root.querySelectorAll(".u-series th")[1].click();
+    setTimeout(() => {
+      seen.whole = charts.map(one => [one.chart.scales.x.min, one.chart.scales.x.max]);
+      seen.hidden = chart.series.map(one => !one.show);
+      get("theme").value = "dark";
+      setTheme();
+      setTimeout(() => {
+        seen.dark = drawn();
+        seen.darkPage = getComputedStyle(document.body).backgroundColor;
+        seen.errors = get("errors").textContent;
+        seen.loaded = performance.getEntriesByType("resource").length;
+        seen.wider = document.documentElement.scrollWidth - innerWidth;
+        const result = element("pre", JSON.stringify(seen));
+        result.id = "seen";
+        document.body.append(result);
+      }, 100);
+    }, 100);
+  }, 100);
+}, 300);
+</script>"""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> WatchedRun:
+    """A finished run with a hostile name, with saves, samples, alarms and troubles."""
+    run = new_run(tmp_path)
+    facts = {"exit_code": 0, "validation_loss": 2.0, "run": f"one {HOSTILE}"}
+    run.begin(step=2000, status="finished", **facts)
+    run.line("training_metrics", NOW, {"kind": "validation", "step": 2000, "validation_loss": 3.05})
+    run.gpus(GPU)
+    for kind in ("start", "resume", "resume"):
+        run.line("events", NOW, {"kind": kind, "text": kind})
+    for step, text in ((2000, "def main():"), (0, f"def {HOSTILE}"), (900, "between")):
+        run.line("events", NOW, {"kind": "sample", "text": "", "step": step, "sample": text})
+    for at, step, stall in ((-900.0, 1000, 1.0), (0.0, 2000, 3.0)):
+        save = {"kind": "save", "text": "save", "step": step, "stall_seconds": stall}
+        run.line("events", NOW + at, save)
+        run.line("mirror_metrics", NOW + at + 60, {"kind": "mirrored", "step": step})
+    # A mirror that is started again reports what it finds there.
+    run.line("mirror_metrics", NOW + 90, {"kind": "mirrored", "step": 1000})
+    run.line("events", NOW - 900, {"kind": "save_failed", "text": f"no room {HOSTILE} | x"})
+    run.line("events-node-1", NOW - 950, {"kind": "sampler_warning", "text": "no driver there"})
+    run.line("events", NOW, {"text": "of no kind"})
+    run.alarm()
+    run.alarm(raised=False)
+    # Of a damaged line the rest counts.
+    slowest = {"rank": 1, "excess_fraction": 0.1, "limit_fraction": 0.06, "phase": "data"}
+    step_line = {"kind": "step", "step": 2001, "tokens_per_second": -1, "slowest": slowest}
+    run.line("training_metrics", NOW, step_line)
+    return run
 
 
 def summary_of(run: WatchedRun) -> dict[str, str]:
@@ -19,52 +109,50 @@ def summary_of(run: WatchedRun) -> dict[str, str]:
     return {cell[0]: cell[1] for cell in cells if len(cell) == 2}
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> WatchedRun:
-    run = new_run(tmp_path)
-    run.begin(step=2000, status="finished", exit_code=0, validation_loss=2.0)
-    run.line("training_metrics", NOW, {"kind": "validation", "step": 900, "validation_loss": 3.05})
-    run.gpus(GPU)
-    for kind in ("start", "resume", "resume"):
-        run.line("events", NOW, {"kind": kind, "text": kind})
-    for stall in (1.0, 3.0):
-        run.line("events", NOW, {"kind": "save", "text": "save", "stall_seconds": stall})
-    run.alarm()
-    run.alarm(raised=False)
-    return run
-
-
-def test_the_rows_say_what_the_files_say(run: WatchedRun) -> None:
-    run.line("events", NOW, {"text": "of no kind"})
-    slowest = {"rank": 1, "excess_fraction": 0.1, "limit_fraction": 0.06, "phase": "data"}
-    step = {"kind": "step", "step": 2001, "tokens_per_second": -1, "slowest": slowest}
-    run.line("training_metrics", NOW, step)
+def test_the_rows_and_the_last_troubles_say_what_the_files_say(run: WatchedRun) -> None:
     rows = summary_of(run)
-    assert rows["status"] == "finished, exit code 0"
-    assert rows["steps"] == "2,000 of 2,000 (100.0%)"
-    assert rows["validation loss"] == f"2.0000, perplexity {math.exp(2):.2f}"
-    assert rows["best validation loss"].endswith("at step 900")
-    assert rows["time trained"] == "50.0 min $20.00"
-    assert rows["a million tokens"] == "$10.0000"  # 20 dollars for 2,000 steps of 1,000 tokens
-    assert rows["tokens a second, mean"] == "700,000"
-    assert rows["step, mean"] == "1.5 s"
-    assert rows["GPUs busy, mean"] == "97.0%"
-    assert (rows["sessions"], rows["saves"]) == ("3", "2, 2 s each without training")
-    assert rows["newest checkpoint here"] == "step 1,900"
-    assert rows["alarms"] == "1"
-    assert "left" not in rows
-
-
-def test_the_summary_lists_the_last_troubles_of_all_machines(run: WatchedRun) -> None:
-    text = "no room <script>alert(1)</script> | x"
-    run.line("events", NOW - 900, {"kind": "save_failed", "text": text})
-    run.line("events-node-1", NOW - 950, {"kind": "sampler_warning", "text": "no driver there"})
-    for _ in range(100):
-        run.line("events", NOW - 800, {"kind": "save", "text": "save"})
-    summary_of(run)
+    expected = {
+        "status": "finished, exit code 0",
+        "steps": "2,000 of 2,000 (100.0%)",
+        "validation loss": f"2.0000, perplexity {math.exp(2):.2f}",
+        "time trained": "50.0 min $20.00",
+        "a million tokens": "$10.0000",  # 20 dollars for 2,000 steps of 1,000 tokens
+        "tokens a second, mean": "700,000",
+        "step, mean": "1.5 s",
+        "GPUs busy, mean": "97.0%",
+        "sessions": "3",
+        "saves": "2, 2 s each without training",
+        "newest checkpoint here": "step 1,900",
+        "alarms": "1",
+    }
+    assert {name: rows[name] for name in expected} == expected
+    assert rows["best validation loss"].endswith("at step 900") and "left" not in rows
     text = (run.folder / "SUMMARY.md").read_text()
     assert "<script" not in text
     assert 0 < text.find("no driver there") < text.find(r"\| x")  # of any machine, by time
+
+
+def embedded(page: str) -> list[dict[str, Any]]:
+    """The runs of a page, which loads nothing, as a browser reads them."""
+    assert page.count("<script") == 4 and not re.search(r"<[^>]* (src|href)=", page)
+    script = re.search(r'<script type="application/json" id="runs">(.*?)</script>', page)
+    assert script is not None
+    runs: list[dict[str, Any]] = json.loads(script[1])
+    return runs
+
+
+def test_a_page_embeds_the_run_and_nothing_of_it_escapes(run: WatchedRun) -> None:
+    write_summary(run.folder, run.view())
+    (content,) = embedded((run.folder / "summary.html").read_text())
+    assert content["name"] == f"one {HOSTILE}"
+    assert content["samples"] == [[0, f"def {HOSTILE}"], [2000, "def main():"]]
+    assert len(content["troubles"]) == 4 and ["status", "finished, exit code 0"] in content["rows"]
+    assert content["validations"] == {"step": [2000], "loss": [3.05]}
+    assert content["steps"]["step"][-1] == 2001 and content["saved"]["step"] == [1000, 2000]
+    assert content["mirrored"]["time"] == [
+        pytest.approx((2000 * 1.5 + 10 - 840) / 3600, abs=0.01),
+        pytest.approx((2000 * 1.5 + 10 + 60) / 3600, abs=0.01),
+    ]
 
 
 @pytest.mark.parametrize("files", ["none", "no steps", "not finite"])
@@ -82,7 +170,60 @@ def test_of_a_run_of_which_little_is_known_there_is_a_summary_too(
     draw_history(read_history(run.folder / "lines"), run.folder / "loss.png", title="one")
     assert (run.folder / "loss.png").read_bytes().startswith(b"\x89PNG")
     made = {path.name for path in run.folder.iterdir() if path.is_file()}
-    assert {name for name in made if name.lower().startswith("summary")} == SUMMARY
+    assert made - {"lines", "loss.png", "state.json"} == {"SUMMARY.md", "summary.html"}
+
+
+def test_one_page_compares_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folders = []
+    for name in ("one", "two"):
+        other = new_run(tmp_path / name)
+        other.begin()
+        folders.append(str(other.folder))
+    out = tmp_path / "pages" / "both.html"
+    assert main([*folders, "--page", str(out)]) == 0
+    assert capsys.readouterr().out == f"{out}\n"
+    assert len(embedded(out.read_text())) == 2
+    (tmp_path / "file").touch()
+    assert main([*folders, "--page", str(tmp_path / "file" / "page.html")]) == 1
+    assert "another place with --page." in capsys.readouterr().err
+
+
+MINUTE = NOW // 60 * 60
+
+
+def test_gpu_readings_are_gathered_by_the_minute_also_those_of_a_part_of_a_long_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, logs = new_run(tmp_path), tmp_path / "one" / "logs"
+    assert read_gpu_minutes(logs) == []
+    for at, changes in (
+        (1, {"utilization_fraction": 0.9, "temperature_celsius": 60, "local_rank": 0}),
+        (59, {"utilization_fraction": 0.5, "temperature_celsius": 80, "local_rank": 1}),
+        (30, {"temperature_celsius": 90}),  # of others on the machine
+        (70, {"lost": True, "index": 7}),
+        (130, {}),  # no ranks are known
+    ):
+        sample = GpuSample("node1", 7) if "lost" in changes else GPU
+        record = {**as_record(sample), **changes}
+        run.line("gpu_metrics", MINUTE + at, record)
+    run.line("gpu_metrics", MINUTE, {"kind": "system", "host": "node1"})
+    found = [
+        GpuMinute(MINUTE, 0.7, 80, 640.0, 48.4),
+        GpuMinute(MINUTE + 60, None, None, None, None),
+        GpuMinute(MINUTE + 120, 0.97, 66, 640.0, 48.4),
+    ]
+    assert read_gpu_minutes(logs) == found
+    assert (
+        gpu_minutes([*JsonLinesTail(logs / "gpu_metrics.jsonl").records(), {"kind": "gpu"}])
+        == found
+    )
+    for second in range(600):
+        run.line("gpu_metrics-node-1", MINUTE + second, as_record(GPU))
+    assert len(read_gpu_minutes(logs)) == 10
+    size = (logs / "gpu_metrics-node-1.jsonl").stat().st_size
+    monkeypatch.setattr(readings, "MOST_BYTES", size // 2)
+    thinned = read_gpu_minutes(logs)
+    assert 3 <= len(thinned) < 10 and thinned[-1].time > MINUTE + 300
 
 
 def points(*values: float | None) -> list[StepMetrics]:
@@ -100,8 +241,62 @@ def test_a_long_line_is_thinned_by_means_and_keeps_its_gaps() -> None:
     assert all(map(math.isnan, values))
 
 
+def test_long_curves_keep_their_extremes_and_their_end() -> None:
+    points = [StepMetrics(n, time=7200.0 + n, loss=2.0 + n % 2) for n in range(1, 100_001)]
+    points[50_000] = StepMetrics(50_001, time=57_201.0, loss=9.5)
+    points[60_000] = StepMetrics(60_001, time=67_201.0, loss=math.nan)
+    found: dict[str, Any] = columns(points, *CURVES, began=7200.0, most=MOST_COLUMNS)
+    assert {len(values) for values in found.values()} <= {MOST_COLUMNS - 1, MOST_COLUMNS}
+    assert (found["step"][-1], found["time"][-1]) == (100_000, pytest.approx(100_000 / 3600))
+    assert (max(found["loss_high"]), min(found["loss_low"])) == (9.5, 2.0)
+    assert max(found["loss"]) < 2.6
+    assert set(found) == {"step", "time", "loss", "loss_low", "loss_high"}
+    assert columns([], *CURVES) == {} and columns([StepMetrics(3)], *CURVES) == {"step": [3]}
+
+
 def test_the_first_steps_do_not_set_the_scale() -> None:
     falling = [100.0] * 3 + [3.0 - step / 100 for step in range(3, 100)]
     low, high = limits(line_of(points(*falling), "loss"), ([], []))
     assert (low, high) == (pytest.approx(2.01 - 0.047), pytest.approx(2.95 + 0.047))
+    few = limits(line_of(points(100.0, *[3.0] * 38), "loss"))
+    assert few == (pytest.approx(3 - 4.85), pytest.approx(100 + 4.85))  # too few to leave any out
     assert limits(line_of(points(2.0), "loss")) == (pytest.approx(1.98), 2.02)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
+@pytest.mark.parametrize("size", ["1280,900", "500,800"])
+def test_a_browser_draws_the_page_without_a_network(
+    run: WatchedRun, tmp_path: Path, size: str
+) -> None:
+    write_summary(run.folder, run.view())
+    page = (run.folder / "summary.html").read_text()
+    driven = tmp_path / "driven.html"
+    driven.write_text(page.replace("</body>", f"{DRIVER}</body>"))
+    profile = ["--user-data-dir=" + str(tmp_path / "profile"), "--host-rules=MAP * ~NOTFOUND"]
+    shown = subprocess.run(
+        [
+            *(str(CHROMIUM), *HEADLESS.split(), *profile),
+            *(f"--window-size={size}", "--virtual-time-budget=9000", "--dump-dom", str(driven)),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    ).stdout
+    assert '<pre id="seen">' in shown, shown[-2000:]
+    text = html.unescape(shown.partition('<pre id="seen">')[2].partition("</pre>")[0])
+    seen = json.loads(text)
+    assert (seen["errors"], seen["loaded"]) == ("", 0)
+    assert seen["titles"] == [
+        *("Loss", "Learning rate", "Throughput", "MFU", "Saved and mirrored"),
+        *("GPU utilization", "GPU temperature", "GPU power", "GPU memory"),
+    ]
+    assert len(seen["light"]) == len(seen["titles"]) and min(seen["light"]) > 0
+    assert seen["page"] != seen["darkPage"] and seen["light"] != seen["dark"]
+    step, loss = re.findall(r"[\d.,]+", seen["hovered"])[:2]
+    assert float(loss) == pytest.approx(3 + 100 / float(step), abs=1e-3)
+    (low, high), second, *_ = seen["zoomed"]
+    assert 10 < low < high < 2000 and second == [low, high]  # panels zoom together
+    assert seen["whole"][0] == [10, 2001] and seen["hidden"] == [False, True, False]
+    assert seen["wider"] <= 0
