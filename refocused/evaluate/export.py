@@ -102,9 +102,10 @@ def export_step(
         raise CheckpointError(f"{folder} exists already. Remove it, or name another folder.")
     prefix, difference = f".{folder.name}.exporting-", None
     for path in folder.parent.glob(f"{prefix}*"):  # of killed exports
-        newest = max(entry.stat().st_mtime for entry in (path, *path.iterdir()))
-        if time.time() - newest > LEFTOVER_AGE_S:
-            shutil.rmtree(path, ignore_errors=True)
+        with contextlib.suppress(OSError):  # another export was just completed
+            newest = max(entry.stat().st_mtime for entry in (path, *path.iterdir()))
+            if time.time() - newest > LEFTOVER_AGE_S:
+                shutil.rmtree(path, ignore_errors=True)
     staging = folder.with_name(f"{prefix}{secrets.token_hex(4)}")
     try:
         staging.mkdir(parents=True)
