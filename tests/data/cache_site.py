@@ -30,8 +30,8 @@ class Site:
         self.folder = folder / "cache"
         self.opened: list[ShardCache] = []
 
-    def cache(self, *, fetches: bool = True, silence: float = 30.0, **changes: Any) -> ShardCache:
-        how = {"vocabulary": self.vocabulary, "fetches": fetches, "silence_seconds": silence}
+    def cache(self, *, fetches: bool = True, **changes: Any) -> ShardCache:
+        how = {"vocabulary": self.vocabulary, "fetches": fetches}
         cache = cache_of(self.bucket, self.folder, settings(**changes), **how)
         self.opened.append(cache)
         return cache

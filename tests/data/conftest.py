@@ -14,4 +14,4 @@ def site(tmp_path: Path) -> Iterator[Site]:
     yield site
     for cache in site.opened:
         cache.close()
-    assert not [t for t in threading.enumerate() if t.name.startswith("shard ")]
+    assert not [t for t in threading.enumerate() if t.name == "shard fetch"]

@@ -12,7 +12,7 @@ from data.shard_samples import WatchedBucket, npy_bytes, npz_bytes, pt_bytes, se
 from kills import Victim
 
 from refocused.bucket.bucket import BlobInfo
-from refocused.data.cache import fetch_threads as fetcher
+from refocused.data.cache import cache as cache_module
 from refocused.data.cache import shard_download
 from refocused.data.cache.cache import ShardCache
 from refocused.data.cache.local_shards import LocalShards
@@ -66,7 +66,7 @@ class Fetches(Victim):
         super().__init__()
         run_manifest.PACKED_TOKENS = TOKENS
         shard_download.MIN_RANGE_BYTES = 1 << 14  # a shard of 80 KB comes in four ranges
-        fetcher.SPLIT_FIRST_SHARDS = 20  # that many of a plan do
+        cache_module.SPLIT_FIRST_SHARDS = 20  # that many of a plan do
         self.folder = Path(folder, "cache")
         self.folder.mkdir(parents=True)
         self.bucket = LoggedBucket(Path(folder))
@@ -85,7 +85,7 @@ class Fetches(Victim):
         self.manifest = build_run_manifest(self.bucket, data, cache_file=None)
         assert len(self.manifest.shards) == SHARDS
         self.how = {"data": data, "vocabulary": VOCABULARY}
-        self.local = LocalShards(self.folder, manifest=self.manifest, **self.how)
+        self.local = LocalShards(self.folder, {"": self.bucket}, manifest=self.manifest, **self.how)
         self.order = np.random.default_rng(0)
         self.report |= {"ranged": 0, "wrong": [], "again": []}
 
@@ -132,8 +132,8 @@ class Fetches(Victim):
 
     def check(self) -> None:
         self.judge()
-        self.report["interrupted"] += any(self.folder.rglob("incoming/*/*"))
-        self.report["ranged"] += any(self.folder.rglob("incoming/*/*.ranges"))
+        self.report["interrupted"] += any(self.folder.glob("incoming/*/*.object*"))
+        self.report["ranged"] += any(self.folder.glob("incoming/*/*.ranges"))
 
     def is_done(self, kills: int) -> bool:
         has_met_ranges = self.report["ranged"] or self.report["kills"] >= MOST_KILLS
@@ -146,4 +146,4 @@ class Fetches(Victim):
             for index in range(SHARDS):
                 cache.open(index)
         self.judge()
-        self.report["left"] = [str(path) for path in self.folder.rglob("incoming/*")]
+        self.report["left"] = [str(path) for path in self.folder.glob("incoming/*")]

@@ -15,7 +15,7 @@ from refocused.bucket.bucket import BlobInfo
 from refocused.bucket.folder import DirectoryBucket
 from refocused.data.cache import shard_download
 from refocused.data.cache.cache import ShardCache
-from refocused.data.cache.local_shards import HEADER_BYTES, TokenFile, local_bytes
+from refocused.data.cache.local_shards import HEADER_BYTES, RESERVED, TokenFile, local_bytes
 from refocused.data.cache.shard_download import write_local_form
 from refocused.data.manifest.shard_manifest import Shard
 from refocused.system.errors import ShardError
@@ -36,7 +36,7 @@ def test_what_is_needed_first_comes_by_ranges_over_all_threads(site: Site) -> No
     assert np.array_equal(opened(cache, 3), shard_tokens(3))
     assert ranges_of(site.bucket, "a/t_3.npy") == [OBJECT_BYTES // 4] * 4
     assert site.bucket.downloads == []
-    assert not [path for path in site.folder.rglob("incoming/*/*") if path.is_file()]
+    assert {path.name for path in site.folder.glob("incoming/*/*")} == {RESERVED}
 
 
 def test_later_shards_are_downloaded_whole_and_the_last_one_by_all_threads(site: Site) -> None:

@@ -111,20 +111,6 @@ def test_the_limit_holds_for_what_is_on_its_way_too(
     assert OBJECT_BYTES < most <= limit
 
 
-def test_a_request_that_cannot_be_written_costs_no_planned_shard(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(path: Path) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Path, "touch", full)
-    site.bucket.blocked = threading.Event()
-    cache = site.cache()
-    cache.plan([3])
-    threading.Timer(0.1, site.bucket.blocked.set).start()
-    assert np.array_equal(opened(cache, 3), shard_tokens(3))
-
-
 def test_pinned_shards_outlive_every_plan(site: Site) -> None:
     cache = site.cache(disk_limit_gb=(2 * SHARD_BYTES + OBJECT_BYTES) / 1e9)
     cache.pin([9])

@@ -15,7 +15,8 @@ from shard_samples import npy_bytes, npz_bytes, opened
 from refocused.bucket.gcs import ONCE
 from refocused.bucket.open_bucket import open_bucket
 from refocused.bucket.retry import Retry
-from refocused.data.cache import fetch_threads, shard_download
+from refocused.data.cache import cache as cache_module
+from refocused.data.cache import shard_download
 from refocused.data.cache.cache import ShardCache
 from refocused.system.errors import ShardError
 
@@ -76,7 +77,7 @@ def site(
     emulator: Emulator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[FaultySite]:
     monkeypatch.setitem(ONCE, "timeout", (2.0, 1.0))
-    monkeypatch.setattr(fetch_threads, "RETRY", Retry(max_wait_s=0.05))
+    monkeypatch.setattr(cache_module, "RETRY", Retry(max_wait_s=0.05))
     site = FaultySite(emulator, tmp_path)
     yield site
     for cache in site.opened:

@@ -1,5 +1,3 @@
-import logging
-import os
 import signal
 import subprocess
 import sys
@@ -17,7 +15,7 @@ from ranks import until
 from shard_samples import cache_of, opened, settings
 
 from refocused.data.cache.cache import ShardCache
-from refocused.data.cache.local_shards import REQUEST_SECONDS, FetcherFiles, LocalShards
+from refocused.data.cache.local_shards import LocalShards, ShardLocks
 from refocused.system.errors import ShardError
 
 
@@ -39,31 +37,22 @@ def test_ranks_that_do_not_fetch_share_one_download(site: Site) -> None:
     assert sorted(site.bucket.downloads) == [f"a/t_{i}.npy" for i in range(4)]
 
 
-def test_a_reader_gets_local_shards_and_a_request_is_fulfilled_once(site: Site) -> None:
+def test_a_rank_that_does_not_fetch_waits_for_the_plan_of_another(site: Site) -> None:
     fetcher = site.cache(disk_limit_gb=(SHARD_BYTES + OBJECT_BYTES) / 1e9)
     reader = site.cache(fetches=False)
-    for index in range(5):  # faster than the fetcher looks for requests
+    for index in range(5):  # each takes the place of the one before
         fetcher.plan([index])
         assert np.array_equal(opened(reader, index), shard_tokens(index))
-    fetcher.plan([9])
-    fetcher.open(9)
-    assert not list(site.folder.rglob("asked/*"))
-    assert len(site.bucket.downloads) == 6
-    assert np.array_equal(opened(site.cache(fetches=False), 0), shard_tokens(0))
+    assert site.bucket.downloads == [f"a/t_{index}.npy" for index in range(5)]
 
 
-@pytest.mark.timeout(60)  # without end, otherwise: the plan's shard took its place each time
-def test_a_requested_shard_stays_until_its_rank_has_opened_it(
-    site: Site, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    fetcher = site.cache(disk_limit_gb=(SHARD_BYTES + OBJECT_BYTES) / 1e9)
-    fetcher.plan([9])
-    fetcher.open(9)
-    monkeypatch.setattr("refocused.data.cache.cache.POLL_SECONDS", 0.9)  # a rank that is slow
-    assert np.array_equal(opened(site.cache(fetches=False), 0), shard_tokens(0))
-    until(lambda: site.local_names() == {"t_9"})
-    assert site.bucket.downloads == ["a/t_9.npy", "a/t_0.npy", "a/t_9.npy"]
-    assert not [record for record in caplog.records if record.levelno > logging.INFO]
+def test_a_rank_that_does_not_fetch_fetches_what_nobody_does(site: Site) -> None:
+    site.cache().plan([1])
+    reader = site.cache(fetches=False)
+    reader.plan([0, 1, 2])
+    assert np.array_equal(opened(reader, 0), shard_tokens(0))
+    until(lambda: site.local_names() == {"t_0", "t_1"})  # but nothing ahead of its use
+    assert sorted(site.bucket.downloads) == ["a/t_0.npy", "a/t_1.npy"]
 
 
 def test_data_sets_share_shards_and_one_limit(site: Site) -> None:
@@ -77,16 +66,14 @@ def test_data_sets_share_shards_and_one_limit(site: Site) -> None:
         first.plan(range(3))
         for index in range(3):
             first.open(index)
-    leftover = next(site.folder.glob("*/fetcher.lock")).parent / "incoming" / "1-killed"
-    leftover.mkdir(parents=True)
+    leftover = site.folder / "incoming" / "1-killed"
+    leftover.mkdir()
     second = site.cache(include=["t_[0-4].npy"], disk_limit_gb=limit)  # two files more
     second.plan([1, 3])
     for index in (1, 3):
         assert np.array_equal(opened(second, index), shard_tokens(index))
     assert sorted(site.bucket.downloads) == [f"a/t_{index}.npy" for index in range(4)]
     assert not leftover.exists()
-    files = FetcherFiles(second._local.folder)
-    until(lambda: len(getattr(files.heartbeat(), "wanted", ())) == 2)
     third = site.cache(include=["t_[5-9].npy"], disk_limit_gb=limit)
     third.plan([0, 1])  # t_5 and t_6, in place of what no run needs: t_0 and t_2
     for index in (0, 1):
@@ -105,24 +92,30 @@ def test_the_same_files_in_a_mixture_are_not_fetched_again(site: Site) -> None:
     assert site.bucket.downloads == ["a/t_0.npy"]
 
 
-def test_the_fetchers_failure_reaches_the_ranks_that_wait(site: Site) -> None:
-    reader = site.cache(fetches=False)
-    site.bucket.corrupt.add("a/t_2.npy")
-    site.cache()
-    with pytest.raises(ShardError, match=r"a/t_2\.npy: it is corrupt.*reported by the fetcher"):
-        reader.open(2)
+def test_what_other_processes_reserve_counts_for_the_limit(site: Site) -> None:
+    limit = {"disk_limit_gb": (2 * SHARD_BYTES + OBJECT_BYTES) / 1e9}
+    site.bucket.blocked = threading.Event()
+    first, second = site.cache(**limit), site.cache(include=["t_5.npy"], **limit)
+    first.plan([0])
+    until(lambda: site.bucket.downloads == ["a/t_0.npy"])
+    second.plan([0])
+    time.sleep(0.5)  # in which it would begin
+    assert site.bucket.downloads == ["a/t_0.npy"]
+    site.bucket.blocked.set()
+    assert np.array_equal(opened(second, 0), shard_tokens(5))
+    assert np.array_equal(opened(first, 0), shard_tokens(0))
 
 
-def test_the_failure_of_an_earlier_run_is_ignored(site: Site) -> None:
+def test_a_failure_reaches_all_ranks_that_need_the_shard_and_ends_with_the_run(site: Site) -> None:
     site.bucket.corrupt.add("a/t_2.npy")
-    failed = site.cache()
-    with pytest.raises(ShardError):
-        failed.open(2)
-    failed.close()
+    fetcher, reader = site.cache(), site.cache(fetches=False)
+    fetcher.plan([2, 3])
+    for cache in (fetcher, reader):
+        with pytest.raises(ShardError, match=r"a/t_2\.npy: it is corrupt"):
+            cache.open(2)
+    assert np.array_equal(opened(reader, 3), shard_tokens(3))
     site.bucket.corrupt.clear()
-    reader = site.cache(fetches=False)
-    site.cache()
-    assert np.array_equal(opened(reader, 2), shard_tokens(2))
+    assert np.array_equal(opened(site.cache(), 2), shard_tokens(2))
 
 
 def test_a_defect_in_a_thread_reaches_the_owner(
@@ -183,13 +176,11 @@ class Child:
             env={"PYTHONPATH": f"{Path(__file__).parent}:{Path(__file__).parents[2]}"},
         )
 
-    def kill_when_stuck(self) -> str:
-        """Kill it in the middle of the download; return what a waiting rank reports."""
+    def send_when_stuck(self, number: signal.Signals) -> None:
+        """Send a signal in the middle of the download."""
         assert self.process.stdout is not None
         assert self.process.stdout.readline() == "stuck\n"
-        self.process.send_signal(signal.SIGKILL)
-        self.process.wait()
-        return rf"a/t_1\.npy: .*process {self.process.pid}\) has ended"
+        self.process.send_signal(number)
 
 
 @pytest.fixture
@@ -200,57 +191,34 @@ def child(site: Site) -> Iterator[Child]:
     child.process.communicate()
 
 
-def test_a_killed_fetcher_is_noticed_and_its_remains_are_harmless(site: Site, child: Child) -> None:
+def test_what_a_killed_process_was_fetching_is_fetched_by_another(site: Site, child: Child) -> None:
     reader = site.cache(fetches=False)
     assert np.array_equal(opened(reader, 0), shard_tokens(0))  # brought by the other process
-    with pytest.raises(ShardError, match=child.kill_when_stuck()):
-        reader.open(1)
+    child.send_when_stuck(signal.SIGKILL)
+    child.process.wait()
     assert list(site.folder.rglob("*.part"))
-    fresh = site.cache()
-    assert np.array_equal(opened(fresh, 1), shard_tokens(1))
-    fresh.close()
+    assert np.array_equal(opened(reader, 1), shard_tokens(1))
     assert not list(site.folder.rglob("*.part"))
-    assert not list(site.folder.glob("*/incoming/*"))
     assert "a/t_0.npy" not in site.bucket.downloads  # what was whole is kept
+    reader.close()
+    assert not list(site.folder.glob("incoming/*"))
 
 
-def test_a_killed_fetcher_is_noticed_by_its_lock_before_its_heartbeat_is_late(
-    site: Site, child: Child
-) -> None:
-    reader = site.cache(fetches=False, silence=1e9, fetch_timeout_s=1e9)
+def test_a_process_that_hangs_in_a_download_ends_the_wait_in_time(site: Site, child: Child) -> None:
+    reader = site.cache(fetches=False, fetch_timeout_s=2.5)
     reader.open(0)
-    with pytest.raises(ShardError, match=child.kill_when_stuck()):
+    child.send_when_stuck(signal.SIGSTOP)
+    with pytest.raises(ShardError, match=r"a/t_1\.npy: .*nothing has been fetched for 2\.5 s"):
         reader.open(1)
 
 
-def test_a_fetcher_that_hangs_or_never_started_is_noticed_by_its_heartbeat(
-    site: Site, child: Child
-) -> None:
-    with pytest.raises(ShardError, match=r"a/t_9\.npy: it is not local.*never started"):
-        site.cache(fetches=False, silence=0.0, exclude=["a/t_0.npy"]).open(8)
-    site.cache(fetches=False).open(0)
-    reader = site.cache(fetches=False, silence=2.5)
-    child.process.send_signal(signal.SIGSTOP)
-    who = rf"process {child.process.pid}\) has written no heartbeat"
-    with pytest.raises(ShardError, match=rf"a/t_1\.npy: .*{who}"):
-        reader.open(1)
-
-
-def test_requests_last_for_a_while_and_can_be_withdrawn(tmp_path: Path) -> None:
-    files = FetcherFiles(tmp_path)
-    for index in (3, 1, 2):
-        files.request(index)
-    files.withdraw(2)
-    # Listed, and gone when it is looked at: what a withdrawal in between looks like.
-    (tmp_path / "asked" / "4").symlink_to(tmp_path / "gone")
-    for path, years in (("1", 1), ("3", -1)):  # a disk whose server has another clock
-        moved = time.time() + years * 365 * 24 * 3600
-        os.utime(tmp_path / "asked" / path, (moved, moved))
-    assert files.requests(now=50.0) == [1, 3]
-    os.utime(tmp_path / "asked" / "1", (1.0, 1.0))  # repeated, after the clock was set back
-    assert files.requests(now=49.0 + REQUEST_SECONDS) == [1, 3]
-    assert files.requests(now=50.0 + REQUEST_SECONDS) == [1]
-    assert not (tmp_path / "asked" / "3").exists()
+def test_locks_are_named_and_held_together_or_alone(tmp_path: Path) -> None:
+    first, second = (ShardLocks(tmp_path / "locks") for _ in range(2))
+    assert first.acquire("use a", shared=True) and second.acquire("use a", shared=True)
+    assert not first.acquire("use a") and not first.is_free("use a")
+    assert first.acquire("use b") and not second.acquire("use b", shared=True)
+    second.close()
+    assert first.is_free("use a") and first.acquire("use a")
 
 
 @pytest.mark.parametrize("step", [3600.0, -3600.0])
@@ -258,35 +226,21 @@ def test_a_stepped_clock_ends_no_wait(
     site: Site, monkeypatch: pytest.MonkeyPatch, step: float
 ) -> None:
     site.bucket.blocked = threading.Event()
-    site.cache()
+    site.cache().plan([4])
+    until(lambda: site.bucket.downloads)
     reader, plain = site.cache(fetches=False), time.time
-    looks, look = [0], FetcherFiles.heartbeat
+    looks, look = [0], LocalShards.open
 
-    def heartbeat(files: FetcherFiles) -> object:
+    def open_local(local: LocalShards, index: int) -> object:
         looks[0] += 1
-        if looks[0] == 20:
+        if looks[0] == 10:
             monkeypatch.setattr(time, "time", lambda: plain() + step)
-        if looks[0] == 80:
+        if looks[0] == 30:
             site.bucket.blocked.set()
-        return look(files)
+        return look(local, index)
 
-    monkeypatch.setattr(FetcherFiles, "heartbeat", heartbeat)
+    monkeypatch.setattr(LocalShards, "open", open_local)
     assert np.array_equal(opened(reader, 4), shard_tokens(4))
-
-
-def test_the_fetcher_is_heard_before_it_has_looked_at_its_shards(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    looked, look = [], LocalShards.present
-
-    def present(local: LocalShards) -> set[int]:
-        looked.append(FetcherFiles(local.folder).heartbeat() is not None)
-        return look(local)
-
-    monkeypatch.setattr(LocalShards, "present", present)
-    cache = site.cache()
-    until(lambda: "shards_local" in cache.progress())
-    assert looked and all(looked)
 
 
 def test_a_killed_fetcher_leaves_no_wrong_shard_and_no_right_one_is_fetched_again(

@@ -10,17 +10,11 @@ from refocused.data.order.sequence_order import Order
 from refocused.data.order.sequences import SequenceRange
 
 
-def queue_of(present: set[int], plan: list[int], **others: set[int]) -> FetchQueue:
-    queue = FetchQueue()
-    queue.present = present
-    queue.plan(plan)
-    for name, shards in others.items():
-        setattr(queue, name, shards)
-    return queue
-
-
 def test_requested_shards_come_first_then_those_in_use_then_the_pinned():
-    queue = queue_of({4}, [7, 4, 2], pinned={9, 8}, requested={5})
+    queue = FetchQueue()
+    queue.plan([7, 4, 2, 5], {9, 8})
+    queue.present = {4, 5}
+    queue.request(5)  # it was removed
     queue.paused_until[7] = 5.0  # after a failure
     order = []
     while (index := queue.following(now=len(order) + 3.0)) is not None:
@@ -30,16 +24,15 @@ def test_requested_shards_come_first_then_those_in_use_then_the_pinned():
     assert queue.following(now=9.0, shared={2}) == 2  # what can be helped with
 
 
-def test_eviction_takes_the_oldest_plan_first_and_spares_wanted_and_busy_shards():
-    queue = queue_of({0, 1, 2, 3, 4, 5, 6, 7}, [3], pinned={0}, busy={6})
-    queue.plan([1, 2])
-    queue.request([7])
-    queue.plan([5])
-    assert queue.evictable() == [4, 3, 1, 2]
-    assert queue.evictable(planned_too=True) == [4, 3, 1, 2, 5]
-    queue.request([])  # met: counts as wanted when it was requested
-    queue.plan([])
-    assert queue.evictable() == [4, 3, 1, 2, 7, 5]
+def test_a_new_plan_forgets_what_others_may_evict_and_knows_what_was_planned_last():
+    queue = FetchQueue()
+    for planned in ([3], [1, 2], [5, 2]):
+        queue.plan(planned, {0})
+        queue.present |= {0, *planned}
+    assert (queue.present, queue.wanted) == ({0, 2, 5}, {0, 2, 5})
+    queue.request(7)
+    assert sorted(queue.last_wanted, key=queue.last_wanted.__getitem__) == [3, 1, 2, 5, 7]
+    assert (queue.ready(), queue.not_started()) == (2, 1)
 
 
 def order_of(shards: int, *, block_shards: int = 2, skipped: tuple[int, ...] = ()) -> Order:

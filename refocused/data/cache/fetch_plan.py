@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import math
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 from refocused.data.order.mixture_order import Stream
@@ -23,25 +23,27 @@ class FetchQueue:
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
-        self.present: set[int] = set()
+        self.present: set[int] = set()  # of the wanted ones, those known to be local
         self.busy: set[int] = set()
         self.planned: list[int] = []
         self.pinned: set[int] = set()
-        self.requested: set[int] = set()
+        self.requested: set[int] = set()  # that threads of this process wait for
         self.paused_until: dict[int, float] = {}  # by shard, after a failure
-        self._last_wanted: dict[int, int] = {}
+        self.last_wanted: dict[int, int] = {}  # number of the last plan, by shard
         self._plans = 0
 
-    def plan(self, needed: Sequence[int]) -> None:
-        """Replace the plan."""
+    def plan(self, needed: Sequence[int], pinned: set[int]) -> None:
+        """Replace the plan and the pinned shards; others may be evicted by any process."""
         self._plans += 1
-        self.planned = list(needed)
-        self._last_wanted.update(dict.fromkeys(needed, self._plans))
+        self.planned, self.pinned = list(needed), pinned
+        self.last_wanted.update(dict.fromkeys(needed, self._plans))
+        self.present &= self.wanted
 
-    def request(self, awaited: Iterable[int]) -> None:
-        """Replace the shards that ranks are waiting for; they precede the plan."""
-        self.requested = set(awaited)
-        self._last_wanted.update(dict.fromkeys(self.requested, self._plans))
+    def request(self, index: int) -> None:
+        """Add a shard that is waited for, though it may count as local; it precedes the plan."""
+        self.requested.add(index)
+        self.last_wanted[index] = self._plans
+        self.present.discard(index)
 
     def following(self, *, now: float, shared: Collection[int] = ()) -> int | None:
         """Return the shard to work on: requested, in use, pinned, then the rest of the plan.
@@ -63,18 +65,6 @@ class FetchQueue:
     def not_started(self) -> int:
         """Count the wanted shards that are neither local nor being fetched."""
         return len(self.wanted - self.present - self.busy)
-
-    def evictable(self, *, planned_too: bool = False) -> list[int]:
-        """Return the unwanted local shards, least recently wanted first.
-
-        With `planned_too`, those of the plan follow, last used first, for which no rank waits.
-        """
-        unwanted = self.present - self.wanted - self.busy
-        victims = sorted(unwanted, key=lambda i: (self._last_wanted.get(i, 0), i))
-        if planned_too:
-            later = self.present - self.pinned - self.requested - self.busy
-            victims += [index for index in reversed(self.planned) if index in later]
-        return victims
 
     @property
     def wanted(self) -> set[int]:

@@ -1,4 +1,4 @@
-"""The local shards of a machine, and the folder in which a data set's processes meet."""
+"""The local shards of a machine, and the locks by which its processes share them."""
 
 import collections
 import contextlib
@@ -9,8 +9,11 @@ import json
 import logging
 import os
 import shutil
+import struct
+import uuid
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -23,14 +26,13 @@ from refocused.data.manifest.run_manifest import source_of
 from refocused.data.manifest.shard_manifest import Manifest, Shard
 from refocused.system.atomic_files import publish, replace_file
 from refocused.system.errors import ShardError
-from refocused.system.locks import FileLock
 from refocused.system.strict_json import parse_json_object
 
 HEADER_BYTES = 128  # of a .npy that numpy writes for a one-dimensional shape
-KEY_PART = 8  # characters of a data set's folder
 KEY_CHARACTERS, NAME_CHARACTERS = 32, 40  # of a local file's name
-REQUEST_SECONDS = 10.0
 ROW_SUFFIX = ".json"  # in place of `.npy`
+RESERVED = "reserved"  # has the size of what the other files of its folder may take
+FLOCK = "hhqqi4x"  # `struct flock` of Linux
 MAX_DAMAGES = 2  # of one shard, each repaired by a new download; more point to the machine
 
 _log = logging.getLogger(__name__)
@@ -124,37 +126,99 @@ class LocalRow:
     max_id: int  # largest id in it
 
 
+class ShardLocks:
+    """Named locks between the processes that use a cache, as ranges of the bytes of one file.
+
+    The kernel releases them when their process ends, even by kill -9. The threads of a process
+    share the locks of an instance; another instance counts as another process.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+
+    def acquire(self, name: str, *, shared: bool = False, wait: bool = False) -> bool:
+        """Take a lock, alone or `shared`; return False if another process has it, or `wait`."""
+        kind = fcntl.F_RDLCK if shared else fcntl.F_WRLCK
+        try:
+            self._control(name, kind, fcntl.F_OFD_SETLKW if wait else fcntl.F_OFD_SETLK)
+        except BlockingIOError:
+            return False
+        return True
+
+    def release(self, name: str) -> None:
+        """Release a lock, if this process has it."""
+        self._control(name, fcntl.F_UNLCK, fcntl.F_OFD_SETLK)
+
+    def is_free(self, name: str) -> bool:
+        """Whether no other process has a lock."""
+        return self._control(name, fcntl.F_WRLCK, fcntl.F_OFD_GETLK) == fcntl.F_UNLCK
+
+    def close(self) -> None:
+        """Release all locks."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._descriptor = -1  # the number is soon that of another file
+
+    def _control(self, name: str, kind: int, command: int) -> int:
+        start = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
+        request = struct.pack(FLOCK, kind, os.SEEK_SET, start, 1, 0)
+        return int(struct.unpack(FLOCK, fcntl.fcntl(self._descriptor, command, request))[0])
+
+
 class LocalShards:
-    """The local shards of one data set, in a folder that all data sets of `data.cache` share.
+    """The local shards of one data set, in a folder that all data sets and runs share.
 
     A file's name has a digest of the shard's name in its source, its content and its local type.
-    So a shard is fetched once, also for another selection of the same files. `folder` is that of
-    the data set, where its processes meet.
+    So a shard is fetched once, also for another selection of the same files.
+
+    Its processes meet in `locks`. Those that plan or await a shard hold its `use` together, and who
+    evicts it alone; who fetches it holds `fetch`. There is one more, `room`, for making room on
+    the disk, and one for the unfinished files of each process.
+
+    Raises `ShardError` if the folder cannot be created.
     """
 
     def __init__(
-        self, cache: Path, *, manifest: Manifest, data: DataConfig, vocabulary: int
+        self,
+        folder: Path,
+        buckets: Mapping[str, Bucket],
+        *,
+        manifest: Manifest,
+        data: DataConfig,
+        vocabulary: int,
     ) -> None:
         self.manifest = manifest
         self.vocabulary = vocabulary
-        self._data = data
-        self._data_of = {name: data.of_source(name) for name in data.mixture}
-        # Runs that need different local types must not share a folder.
-        wide = any(
-            local_dtype(shard, vocabulary=vocabulary) != "uint16" for shard in manifest.shards
-        )
-        key = manifest.fingerprint[:KEY_PART] + manifest.packing[:KEY_PART]
-        self.folder = cache / (f"{key}-uint32" if wide else key)
-        self._cache, self._shards = cache, cache / "shards"
+        self.folder, self._shards, self._incoming = folder, folder / "shards", folder / "incoming"
+        sections = data.by_source
+        self.sources = [source_of(s.name) if data.mixture else "" for s in manifest.shards]
+        self.buckets = [buckets[source] for source in self.sources]
+        self.data = [sections[source] for source in self.sources]
+        self.bytes = [local_bytes(shard, vocabulary=vocabulary) for shard in manifest.shards]
+        self.peaks = [  # bytes while a shard is fetched and converted
+            peak_bytes(shard, bucket, vocabulary=vocabulary)
+            for shard, bucket in zip(manifest.shards, self.buckets, strict=True)
+        ]
+        self.unfinished = self._incoming / f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self._paths: dict[int, Path] = {}
         self._sizes: dict[Path, tuple[float, int]] = {}  # time and bytes of all files
         self._verified: dict[int, tuple[int, ...]] = {}  # versions that this process has verified
         self._damages: collections.Counter[int] = collections.Counter()
+        try:
+            for part in (self._shards, self._incoming):
+                part.mkdir(parents=True, exist_ok=True)
+            self.locks = ShardLocks(folder / "locks")
+            self.locks.acquire(f"incoming {self.unfinished.name}")
+        except OSError as error:
+            raise ShardError(
+                f"{folder}: this folder for local shards cannot be created or locked "
+                f"({error.strerror}). Set data.cache to a writable folder."
+            ) from error
 
     def path(self, index: int) -> Path:
         """Return the path of a shard's local form, whether or not it exists."""
         if index not in self._paths:
-            prefix, shard = f"{self.source(index)}/", self.manifest.shards[index]
+            prefix, shard = f"{self.sources[index]}/", self.manifest.shards[index]
             shard = shard.renamed(lambda name: name.removeprefix(prefix))
             versions = [file.blob.version for file in shard.files]
             kind = local_dtype(shard, vocabulary=self.vocabulary)
@@ -163,18 +227,6 @@ class LocalShards:
             name = checked_name(shard.name, where=str(self._shards)).rpartition("/")[2]
             self._paths[index] = self._shards / f"{name[-NAME_CHARACTERS:]}.{key}.npy"
         return self._paths[index]
-
-    def bytes(self, index: int) -> int:
-        """Return the bytes of a shard's local form."""
-        return local_bytes(self.manifest.shards[index], vocabulary=self.vocabulary)
-
-    def source(self, index: int) -> str:
-        """Return the name of a shard's source; empty without a mixture."""
-        return source_of(self.manifest.shards[index].name) if self._data.mixture else ""
-
-    def data(self, index: int) -> DataConfig:
-        """Return the data section of a shard's source."""
-        return self._data_of.get(self.source(index), self._data)
 
     def row(self, index: int) -> LocalRow | None:
         """Return a shard's row if it is local."""
@@ -185,12 +237,41 @@ class LocalShards:
             return None
         return row if row.size == size else None
 
-    def present(self) -> set[int]:
-        """Return the shards that have a row, by one listing; `row` compares it with the file."""
-        self._shards.mkdir(exist_ok=True)
+    def lock(self, kind: Literal["use", "fetch"], index: int) -> str:
+        """Return the name of a shard's lock."""
+        return f"{kind} {self.path(index).name}"
+
+    def count(self) -> int:
+        """Count the local shards of this data set, by one listing."""
         names = {path.name for path in self._shards.iterdir()}
-        shards = range(len(self.manifest.shards))
-        return {index for index in shards if self._row_path(index).name in names}
+        return sum(self._row_path(i).name in names for i in range(len(self.manifest.shards)))
+
+    def evict(self, path: Path) -> bool:
+        """Delete a local file, unless another process uses it; open files stay readable."""
+        if not self.locks.acquire(f"use {path.name}"):
+            return False
+        _remove(path)
+        self.locks.release(f"use {path.name}")
+        return True
+
+    def reserve(self, busy: Iterable[int]) -> None:
+        """Tell other processes what the shards that are being fetched may take on the disk."""
+        self.unfinished.mkdir(parents=True, exist_ok=True)
+        reservation = self.unfinished / RESERVED
+        reservation.touch()
+        os.truncate(reservation, sum(self.peaks[index] for index in busy))  # takes no space
+
+    def reserved_by_others(self) -> int:
+        """Return the bytes that others have reserved; remove what killed processes have left."""
+        reserved = 0
+        for folder in self._incoming.iterdir():
+            if folder == self.unfinished:
+                continue
+            if self.locks.is_free(f"incoming {folder.name}"):
+                shutil.rmtree(folder, ignore_errors=True)
+            with contextlib.suppress(FileNotFoundError):
+                reserved += (folder / RESERVED).stat().st_size
+        return reserved
 
     def stored(self) -> dict[Path, int]:
         """Return the bytes of all local files, those of other data sets included, oldest first.
@@ -207,23 +288,22 @@ class LocalShards:
         self._sizes = sizes
         return {path: sizes[path][1] for path in sorted(sizes, key=sizes.__getitem__)}
 
-    def others(self) -> tuple[set[str], int]:
-        """Return what running fetchers of other data sets need: file names, and bytes to come."""
-        names, incoming = set[str](), 0
-        for folder in (path.parent for path in self._cache.glob("*/fetcher.lock")):
-            files = FetcherFiles(folder)
-            if folder != self.folder and files.is_locked() and (heartbeat := files.heartbeat()):
-                names.update(heartbeat.wanted)
-                incoming += heartbeat.incoming
-        return names, incoming
+    def arrived(self) -> tuple[int, int]:
+        """Return a value that changes whenever bytes or shards arrive in any process."""
+        received = 0
+        for path in self._incoming.glob("*/*"):
+            with contextlib.suppress(FileNotFoundError):  # finished since it was listed
+                if path.name != RESERVED:
+                    status = path.stat()
+                    received += status.st_size + status.st_blocks  # also within a sparse file
+        with contextlib.suppress(FileNotFoundError):
+            return received, self._shards.stat().st_mtime_ns
+        return received, 0
 
-    def remove_leftovers(self) -> None:
-        """Remove the unfinished files of fetchers that ended; the caller holds this one's lock."""
-        for incoming in self._cache.glob("*/incoming"):
-            lock = FetcherFiles(incoming.parent).lock
-            if incoming.parent == self.folder or lock.acquire():
-                shutil.rmtree(incoming, ignore_errors=True)
-                lock.release()
+    def close(self) -> None:
+        """Remove unfinished files, and release all locks."""
+        shutil.rmtree(self.unfinished, ignore_errors=True)
+        self.locks.close()
 
     def publish(self, index: int, file: Path, *, max_id: int) -> None:
         """Move a finished file to its place durably, then write its row.
@@ -241,7 +321,7 @@ class LocalShards:
 
     def remove(self, index: int) -> None:
         """Delete a local shard, its row first; open files stay readable."""
-        remove_local(self.path(index))
+        _remove(self.path(index))
 
     def open(self, index: int) -> TokenFile | None:
         """Open a shard for reading; return None if it is not local.
@@ -294,7 +374,7 @@ class LocalShards:
         return self.path(index).with_suffix(ROW_SUFFIX)
 
 
-def remove_local(path: Path) -> None:
+def _remove(path: Path) -> None:
     """Delete a local file, its row first; open files stay readable."""
     path.with_suffix(ROW_SUFFIX).unlink(missing_ok=True)
     path.unlink(missing_ok=True)
@@ -304,87 +384,3 @@ def _version(path: Path) -> tuple[int, ...]:
     """Return a value that changes when a file is replaced or rewritten."""
     status = path.stat()
     return status.st_ino, status.st_size, status.st_mtime_ns
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Heartbeat:
-    """State of the fetcher, written every second."""
-
-    pid: int
-    beats: int  # so that each is another one: ranks see that the fetcher runs without a clock
-    progress: int = 0  # changes whenever bytes or shards arrive
-    error: str | None = None  # the failure that ended it
-    troubles: dict[str, str] = dataclasses.field(default_factory=dict)  # last failure, by shard
-    given_up: tuple[int, ...] = ()  # shards that are proven wrong
-    wanted: tuple[str, ...] = ()  # names of the files to keep
-    incoming: int = 0  # bytes that the shards under way take at most
-
-
-class FetcherFiles:
-    """The heartbeat, the lock and the requests of one cache folder."""
-
-    def __init__(self, folder: Path) -> None:
-        self._heartbeat = folder / "fetcher.json"
-        self._requests = folder / "asked"
-        self._lock_path = folder / "fetcher.lock"
-        self.lock = FileLock(self._lock_path)  # its holder is the folder's only fetcher
-        self._repeated: dict[str, tuple[int, float]] = {}  # time of each request, and when seen
-
-    def beat(self, heartbeat: Heartbeat) -> None:
-        """Replace the heartbeat, atomically."""
-        replace_file(self._heartbeat, json.dumps(dataclasses.asdict(heartbeat)).encode())
-
-    def heartbeat(self) -> Heartbeat | None:
-        """Return the last heartbeat of any process, or None."""
-        try:
-            return Heartbeat(**parse_json_object(self._heartbeat.read_bytes()))
-        except (FileNotFoundError, ValueError, TypeError):
-            return None
-
-    def request(self, index: int) -> None:
-        """Request a shard from the process that fetches; to be repeated while it is needed.
-
-        On a full disk the request is lost, and the shard is fetched when the plan has it.
-        """
-        with contextlib.suppress(OSError):
-            self._requests.mkdir(parents=True, exist_ok=True)
-            (self._requests / str(index)).touch()
-
-    def requests(self, *, now: float) -> list[int]:
-        """Return the shards whose request was repeated in the last 10 s; remove the others.
-
-        `now` is on a monotonic clock. The files' times are only compared with each other: they are
-        those of the disk's server, or of a clock that was stepped.
-        """
-        indices = []
-        for path in sorted(self._requests.glob("*")):
-            try:
-                time_ns = path.stat().st_mtime_ns
-            except FileNotFoundError:  # withdrawn since it was listed
-                continue
-            if self._repeated.get(path.name, (0, 0.0))[0] != time_ns:
-                self._repeated[path.name] = time_ns, now
-            if now - self._repeated[path.name][1] < REQUEST_SECONDS:
-                indices.append(int(path.name))
-            else:
-                path.unlink(missing_ok=True)
-        return indices
-
-    def withdraw(self, index: int) -> None:
-        """Remove a request; a rank that still waits repeats it."""
-        (self._requests / str(index)).unlink(missing_ok=True)
-
-    def is_locked(self) -> bool:
-        """Whether a running process holds the lock."""
-        try:
-            descriptor = os.open(self._lock_path, os.O_RDONLY)
-        except FileNotFoundError:
-            return False
-        try:
-            # Shared and only for an instant: a fetcher that is blocked by it tries again.
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        finally:
-            os.close(descriptor)
-        return False

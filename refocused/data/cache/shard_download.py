@@ -10,7 +10,7 @@ from typing import Any, BinaryIO, NoReturn
 
 import numpy as np
 
-from refocused.bucket.bucket import BlobInfo, Bucket, crc32c_of
+from refocused.bucket.bucket import BlobInfo, crc32c_of
 from refocused.config.data import DataConfig
 from refocused.data.cache.local_shards import (
     LocalShards,
@@ -33,27 +33,18 @@ _log = logging.getLogger(__name__)
 class ShardDownload:
     """The download of one shard: its owner calls `start`, `run`, `finish`; others may `help`.
 
-    Unfinished files are in `folder`, on the disk of the local shards. `changed` guards the jobs,
-    and is notified when one ends.
+    `changed` guards the jobs, and is notified when one ends.
     """
 
-    def __init__(
-        self,
-        bucket: Bucket,
-        local: LocalShards,
-        index: int,
-        folder: Path,
-        *,
-        changed: threading.Condition,
-    ) -> None:
+    def __init__(self, local: LocalShards, index: int, *, changed: threading.Condition) -> None:
         self.index = index
-        self._bucket = bucket
+        self._bucket = local.buckets[index]
         self._local = local
         self._shard = local.manifest.shards[index]
         # A mixture's names start with that of the source; those in its bucket do not.
-        source = local.source(index)
+        source = local.sources[index]
         self._prefix = f"{source}/" if source else ""
-        self._folder = folder
+        self._folder = folder = local.unfinished
         self._paths = [folder / f"{index}.{i}.object" for i in range(len(self._shard.files))]
         self._ranged = folder / f"{index}.ranges"
         self._changed = changed
@@ -136,7 +127,7 @@ class ShardDownload:
                 sources,
                 finished,
                 shard=self._shard,
-                data=self._local.data(self.index),
+                data=self._local.data[self.index],
                 vocabulary=self._local.vocabulary,
             )
             for file, before, now in zip(self._shard.files, sources, self._sources(), strict=True):
@@ -161,7 +152,7 @@ class ShardDownload:
 
         One that has the local form already is copied, and the copy becomes that.
         """
-        if has_local_form(file, self._local.bytes(self.index)):
+        if has_local_form(file, self._local.bytes[self.index]):
             return None
         return self._bucket.local_file(self._blob(file))
 

@@ -17,10 +17,9 @@ from refocused.config.data import PYTHON_STDLIB, DataConfig
 from refocused.config.load_run import load_run
 from refocused.data.cache.cache import ShardCache
 from refocused.data.cache.fetch_plan import FetchAhead
-from refocused.data.cache.local_shards import local_bytes, peak_bytes
 from refocused.data.loader.batch import Batch
 from refocused.data.loader.loader import BatchStream, DeviceCopier, Loader
-from refocused.data.manifest.run_manifest import describe_run, source_of
+from refocused.data.manifest.run_manifest import describe_run
 from refocused.data.manifest.shard_manifest import Manifest
 from refocused.data.manifest.stdlib_text import prepare_stdlib
 from refocused.data.manifest.vocabulary import decide_vocabulary
@@ -107,18 +106,6 @@ def build_data(
         evaluation_sequences=evaluation_sequences,
     )
     pinned = {shard for source in sources for shard in source.validation.shards.tolist()}
-    sizes = [local_bytes(shard, vocabulary=vocabulary) for shard in manifest.shards]
-    room = None
-    if data.disk_limit_gb is not None:
-        source = source_of if data.mixture else lambda name: ""
-        on_its_way = max(
-            peak_bytes(shard, buckets[source(shard.name)], vocabulary=vocabulary) - size
-            for shard, size in zip(manifest.shards, sizes, strict=True)
-        )
-        room = int(data.disk_limit_gb * 1e9) - on_its_way - sum(sizes[shard] for shard in pinned)
-    order = order_sources(
-        sources, data, seed=seed, plan=plan, steps=steps, shard_bytes=sizes, room_bytes=room
-    )
     cache = ShardCache(
         buckets,
         manifest,
@@ -126,6 +113,16 @@ def build_data(
         data=data,
         vocabulary=vocabulary,
         fetches=world.is_local_rank_0,
+    )
+    room = cache.room_for_training(pinned)
+    order = order_sources(
+        sources,
+        data,
+        seed=seed,
+        plan=plan,
+        steps=steps,
+        shard_bytes=[cache.local_bytes(shard) for shard in range(len(manifest.shards))],
+        room_bytes=room,
     )
     cache.pin(pinned)
     on_gpu = world.device_kind == "cuda"
