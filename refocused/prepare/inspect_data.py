@@ -29,6 +29,7 @@ from refocused.data.formats.token_blocks import Ids, token_blocks
 from refocused.data.manifest.shard_manifest import (
     Facts,
     Manifest,
+    Shard,
     build_manifest,
     check_chunks,
     is_megatron,
@@ -159,14 +160,7 @@ class DataReport:
     unlisted: int  # files that a run does not use, because `manifest.json` does not list them
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _FileReport:
-    """Facts from one file's headers."""
-
-    blob: BlobInfo
-    layout: token_layout.TokenLayout
-    tokens: int  # without padding
-    rows: int | None  # that hold tokens; None for a stream
+_File = tuple[Shard, token_layout.TokenLayout]  # a file by its headers; its documents are its rows
 
 
 def inspect_data(
@@ -229,7 +223,7 @@ def inspect_data(
                 boundary = decoder.token_to_id(end)
     except ShardError as error:
         texts.append(f"none, and no round trip: {error}" if decoder is None else str(error))
-    tokens = sum(file.tokens for file in files)
+    tokens = sum(shard.tokens for shard, _ in files)
     chosen, most = files, None
     if tokens > sample_tokens:  # read some files, evenly spaced over all
         count = min(SAMPLED_FILES, len(files))
@@ -237,14 +231,14 @@ def inspect_data(
         chosen = [files[int(number)] for number in numbers]
         most = -(-sample_tokens // len(chosen))
     for number, file in enumerate(chosen):
-        border = _ROW_END if len(file.layout.ids.shape) == 2 else boundary
+        border = _ROW_END if len(file[1].ids.shape) == 2 else boundary
         try:
             first = _sample(bucket, file, counter, problems, boundary=border, most=most)
         except ShardError as error:
             problems.append(str(error))
             continue
         if decoder and number % -(-len(chosen) // SHOWN_FILES) == 0:
-            texts.append(f"{file.blob.name}: {_text(first, border, decoder)}")
+            texts.append(f"{file[0].name}: {_text(first, border, decoder)}")
         if decoder:
             first = first[: COMPARED_IDS // len(chosen)]
             lost += _lost(first, border, decoder)
@@ -264,16 +258,16 @@ def inspect_data(
             f"{vocabulary - 1:,}. {token_layout.vocabulary_advice(sample.max_id)}."
         )
     counts = [shard.documents for shard in manifest.shards] if manifest else [None]
-    counts = [file.rows for file in files] if None in counts else counts
-    places = sum(file.layout.ids.elements for file in files)
-    size = sum(file.blob.size for file in files)
+    counts = [shard.documents for shard, _ in files] if None in counts else counts
+    places = sum(layout.ids.elements for _, layout in files)
+    size = sum(shard.size for shard, _ in files)
     # Reading inserts separators between rows.
-    separated = [file for file in files if file.layout.separator_id is not None]
-    real = tokens - sum(file.rows - 1 for file in separated if file.rows)
+    rows = [shard.documents for shard, layout in files if layout.separator_id is not None]
+    real = tokens - sum(number - 1 for number in rows if number)
     report = DataReport(
         url=bucket.url,
         files=len(files),
-        kinds=dict(Counter(file.layout.kind for file in files)),
+        kinds=dict(Counter(layout.kind for _, layout in files)),
         bytes=size,
         tokens=tokens,
         places=places,
@@ -300,7 +294,7 @@ def _read_headers(
     data: DataConfig,
     problems: list[str],
     known: dict[str, Facts],
-) -> list[_FileReport]:
+) -> list[_File]:
     """Read the headers of objects in parallel; append problems with others to `problems`."""
     names = {blob.name for blob in blobs}
     unsupported = defaultdict[str, list[str]](list)  # names by reason
@@ -311,26 +305,25 @@ def _read_headers(
         others = f" (and {len(same) - 1:,} more like it)" if len(same) > 1 else ""
         problems.append(f"{same[0]}{others}{reason}")
 
-    def read(blob: BlobInfo) -> _FileReport | str:
+    def read(blob: BlobInfo) -> _File | str:
         try:
-            layout, count = read_headers(bucket, blob, data, known)
+            layout, facts = read_headers(bucket, blob, data, known)
         except ShardError as error:
             return str(error)
-        rows = count.rows
-        if rows is None and len(layout.ids.shape) == 2:
-            rows = layout.ids.shape[0]
-        return _FileReport(blob, layout, count.tokens, rows)
+        if facts["documents"] is None and len(layout.ids.shape) == 2:
+            facts = facts | {"documents": layout.ids.shape[0]}
+        return Shard(**dataclasses.asdict(blob), **facts), layout
 
     excluded = {name for same in unsupported.values() for name in same}
     readable = [blob for blob in blobs if blob.name not in excluded]
     reports = map_in_threads(read, readable, threads=data.fetch_threads)
     problems += [report for report in reports if isinstance(report, str)]
-    return [report for report in reports if isinstance(report, _FileReport)]
+    return [report for report in reports if not isinstance(report, str)]
 
 
 def _sample(
     bucket: Bucket,
-    file: _FileReport,
+    file: _File,
     counter: IdCounter,
     problems: list[str],
     *,
@@ -341,17 +334,18 @@ def _sample(
 
     Returns the first of them, with `_ROW_END` between rows.
     """
-    layout, shape = dataclasses.replace(file.layout, separator_id=_ROW_END), file.layout.ids.shape
+    (shard, plain), name = file, file[0].name
+    layout, shape = dataclasses.replace(plain, separator_id=_ROW_END), plain.ids.shape
     left, counted, open_length = most, 0, 0  # the last of the document whose end is not read yet
-    reader, first = ObjectReader(bucket, file.blob), np.zeros(0, np.int64)
-    for block in token_blocks(reader, layout, name=file.blob.name):
+    reader, first = ObjectReader(bucket, shard.blob), np.zeros(0, np.int64)
+    for block in token_blocks(reader, layout, name=name):
         if len(shape) == 2 and not layout.padded:
             firsts = np.arange(-counted % shape[1], len(block), shape[1])
             block = np.insert(block.astype(np.int64), firsts[firsts + counted > 0], _ROW_END)
         ids = block if left is None else block[:left]
         real = ids[ids != _ROW_END]
         if not counted and (problem := token_layout.suspicion(real)) is not None:
-            problems.append(f"{file.blob.name}: {problem}.")
+            problems.append(f"{name}: {problem}.")
         first = first if counted else ids
         counted += len(real)
         counter.add(real)

@@ -108,7 +108,7 @@ def _read(bucket: Bucket, blob: BlobInfo, data: DataConfig, deep: bool) -> FileC
     reader = ObjectReader(bucket, blob)
     layout = read_layout(reader, name=blob.name, data=data)
     if not deep:
-        tokens = count_tokens(reader, layout, name=blob.name).tokens
+        tokens, _ = count_tokens(reader, layout, name=blob.name)
         return FileCheck(blob.name, blob.size, tokens)
     blocks = token_blocks(reader, layout, name=blob.name)
     counts = [(len(block), int(block.max())) for block in blocks if block.size]

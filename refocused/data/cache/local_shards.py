@@ -86,7 +86,7 @@ class TokenFile:
             header = read_npy_header(file, what=str(path))
             self._descriptor = os.dup(file.fileno())
         self._name = name
-        self._offset = header.bytes
+        self._offset = header.offset
         self._token_bytes = header.dtype.itemsize
         self.count = header.shape[0]
         self.dtype = header.dtype

@@ -60,22 +60,17 @@ class ObjectReader(io.BufferedIOBase):
             raise unusable(self._blob.name, problem)
         pieces = []
         while size:
-            piece = self._piece(size)
-            pieces.append(piece)
-            self._position += len(piece)
-            size -= len(piece)
+            for start, content in self._ranges:
+                if 0 <= self._position - start < len(content):
+                    break
+            else:
+                start, content = self._fetch()
+            pieces.append(content[self._position - start :][:size])
+            self._position += len(pieces[-1])
+            size -= len(pieces[-1])
         return b"".join(pieces)
 
-    def _piece(self, size: int) -> bytes:
-        for start, content in self._ranges:
-            offset = self._position - start
-            if 0 <= offset < len(content):
-                return content[offset : offset + size]
-        self._fetch()
-        start, content = self._ranges[-1]
-        return content[self._position - start :][:size]
-
-    def _fetch(self) -> None:
+    def _fetch(self) -> tuple[int, bytes]:
         start, length = self._position, FIRST_RANGE_BYTES
         for known in self._ranges:
             if known[0] + len(known[1]) == start:  # sequential: double the range
@@ -93,6 +88,7 @@ class ObjectReader(io.BufferedIOBase):
                 "or put its name in data.exclude."
             )
         self._ranges = [*self._ranges[-(CACHED_RANGES - 1) :], (start, content)]
+        return start, content
 
 
 @contextlib.contextmanager

@@ -22,23 +22,18 @@ Ids = npt.NDArray[Any]
 Kept = npt.NDArray[np.bool]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class TokenCount:
-    """Tokens and documents of a file."""
+def count_tokens(file: ByteSource, layout: TokenLayout, *, name: str) -> tuple[int, int | None]:
+    """Count the tokens and rows of a file, reading as little of it as possible.
 
-    tokens: int  # with separators, without padding
-    rows: int | None  # padded rows that hold a token; None for streams and full rows
-
-
-def count_tokens(file: ByteSource, layout: TokenLayout, *, name: str) -> TokenCount:
-    """Count the tokens, reading as little of the file as possible.
+    Tokens are with separators, without padding; rows are padded ones that hold a token, None for
+    streams and full rows.
 
     Streams and full rows need only the header, others their lengths or mask; rows padded by a pad
     id alone are read whole. Raises `ShardError` if the file is truncated or all padding, or its
     lengths or mask are invalid.
     """
     if not layout.padded:
-        return TokenCount(layout.ids.elements, None)
+        return layout.ids.elements, None
     tokens, filled, rows = 0, 0, _rows_per_block(layout, name=name)
     marks = layout.lengths or layout.mask or layout.ids
     with _opened(file, layout, name=name) as archive:
@@ -52,7 +47,7 @@ def count_tokens(file: ByteSource, layout: TokenLayout, *, name: str) -> TokenCo
     if not tokens:
         raise ShardError(f"{name}: every row is padding. Put its name in data.exclude.")
     separators = filled - 1 if layout.separator_id is not None else 0
-    return TokenCount(tokens + separators, filled)
+    return tokens + separators, filled
 
 
 def token_blocks(file: ByteSource, layout: TokenLayout, *, name: str) -> Iterator[Ids]:
@@ -114,13 +109,21 @@ def _rows_per_block(layout: TokenLayout, *, name: str) -> int:
 def _row_blocks(
     file: ByteSource, archive: zipfile.ZipFile | None, layout: TokenLayout, *, name: str
 ) -> Iterator[Ids]:
+    """Yield the tokens of some rows each, with a separator before each but the file's first."""
     rows, started = _rows_per_block(layout, name=name), False
     place = layout.lengths or layout.mask
     marks = _blocks(file, archive, place, rows=rows, name=name) if place else None
     for block in _blocks(file, archive, layout.ids, rows=rows, name=name):
         kept = _kept(next(marks) if marks else block, layout, name=name)
-        yield _join_rows(block, kept, separator_id=layout.separator_id, started=started)
-        started = started or bool(kept.any())
+        if layout.separator_id is None:
+            yield block[kept]
+            continue
+        before: Kept = np.logical_or.reduce(kept, axis=1)
+        if not started and before.any():
+            started, before[np.argmax(before)] = True, False
+        separators = np.full((len(block), 1), layout.separator_id, np.int64)
+        wide = np.concatenate([separators, block.astype(np.int64, copy=False)], axis=1)
+        yield wide[np.concatenate([before[:, None], kept], axis=1)]
     if marks:
         next(marks, None)  # read this member to its end too, where its CRC-32 is verified
 
@@ -147,16 +150,3 @@ def _checked_lengths(lengths: Ids, layout: TokenLayout, *, name: str) -> npt.NDA
         found = f"{LENGTHS_KEY} holds {lengths.min()} to {lengths.max()}"
         raise unusable(name, f"{found} for rows of {columns} ids")
     return lengths.astype(np.int64)
-
-
-def _join_rows(block: Ids, kept: Kept, *, separator_id: int | None, started: bool) -> Ids:
-    """Concatenate the tokens of rows, with a separator before each row but the file's first."""
-    if separator_id is None:
-        return block[kept]
-    before: Kept = np.logical_or.reduce(kept, axis=1)
-    if not started and before.any():
-        before[np.argmax(before)] = False
-    separators = np.full((len(block), 1), separator_id, np.int64)
-    wide = np.concatenate([separators, block.astype(np.int64, copy=False)], axis=1)
-    joined: Ids = wide[np.concatenate([before[:, None], kept], axis=1)]
-    return joined

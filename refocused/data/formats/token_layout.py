@@ -44,13 +44,18 @@ _MALFORMED = (ValueError, TypeError, SyntaxError, tokenize.TokenError, Recursion
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class TensorHeader:
-    """A row-major tensor in a `.pt` file; its shape is not yet checked against the storage."""
+class ArrayPlace:
+    """A C-ordered array in a file."""
 
-    storage: str  # the zip member is `<folder>/data/<storage>`
-    dtype: np.dtype[Any]  # in the byte order of the file
+    member: str | None  # zip member that holds it; None: the file itself
+    offset: int  # bytes before the first element, in the member or the file
+    dtype: np.dtype[Any]
     shape: tuple[int, ...]
-    first: int  # elements of the storage before the tensor's first
+
+    @property
+    def elements(self) -> int:
+        """Elements of the array."""
+        return math.prod(self.shape)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
@@ -72,10 +77,13 @@ class _Symbols(pickle.Unpickler):
         return pid
 
 
-def read_tensor_header(pickled: bytes, *, what: str, big_endian: bool = False) -> TensorHeader:
+def read_tensor_header(
+    pickled: bytes, *, what: str, big_endian: bool = False
+) -> tuple[str, ArrayPlace]:
     """Read the `data.pkl` of a `.pt` file, without importing or calling what it names.
 
-    Raises `ShardError` if it holds anything but one row-major tensor of integers.
+    Returns the name of the tensor's storage, and its place there, whose shape is not yet checked.
+    Raises `ShardError` if the file holds anything but one row-major tensor of integers.
     """
     try:
         for operation, argument, _ in pickletools.genops(pickled):
@@ -83,7 +91,23 @@ def read_tensor_header(pickled: bytes, *, what: str, big_endian: bool = False) -
             far = operation.name == "LONG_BINPUT" and int(argument or 0) > len(pickled)
             if far or not _OPERATIONS.fullmatch(operation.name):
                 raise ValueError(f"its pickle uses {operation.name}")
-        return _tensor(_Symbols(io.BytesIO(pickled)).load(), big_endian=big_endian)
+        value = _Symbols(io.BytesIO(pickled)).load()
+        if not isinstance(value, _Symbol) or value.name not in _REBUILD:
+            raise ValueError("its top-level object is not a tensor")
+        (_, kind, storage, *_), first, shape, strides, *others = value.arguments
+        if value.name == _REBUILD[1]:
+            kind = others[2]
+        if not isinstance(kind, _Symbol) or kind.name not in _DTYPES:
+            raise ValueError("its elements are not integers")
+        if not isinstance(storage, str):
+            raise ValueError("the tensor has no storage")
+        if not all(type(number) is int and number >= 0 for number in (first, *shape, *strides)):
+            raise ValueError("its offset, shape or strides are not non-negative integers")
+        expected = 1
+        for length, stride in zip(reversed(shape), reversed(strides), strict=True):
+            if length != 1 and stride != expected:
+                raise ValueError(f"shape {shape} with strides {strides} is not row-major")
+            expected *= length
     except (
         *(ValueError, LookupError, TypeError, AttributeError, RecursionError),
         *(EOFError, pickle.UnpicklingError),
@@ -92,40 +116,12 @@ def read_tensor_header(pickled: bytes, *, what: str, big_endian: bool = False) -
             f"{what}: it is not a bare tensor of integers ({error!s:.200}). Save only the ids: "
             "torch.save(ids.contiguous().to(torch.int32), path), or put its name in data.exclude."
         ) from None
-
-
-def _tensor(value: Any, *, big_endian: bool) -> TensorHeader:
-    if not isinstance(value, _Symbol) or value.name not in _REBUILD:
-        raise ValueError("its top-level object is not a tensor")
-    (_, kind, storage, *_), first, shape, strides, *others = value.arguments
-    if value.name == _REBUILD[1]:
-        kind = others[2]
-    if not isinstance(kind, _Symbol) or kind.name not in _DTYPES:
-        raise ValueError("its elements are not integers")
-    if not isinstance(storage, str):
-        raise ValueError("the tensor has no storage")
-    if not all(type(number) is int and number >= 0 for number in (first, *shape, *strides)):
-        raise ValueError("its offset, shape or strides are not non-negative integers")
-    expected = 1
-    for length, stride in zip(reversed(shape), reversed(strides), strict=True):
-        if length != 1 and stride != expected:
-            raise ValueError(f"shape {shape} with strides {strides} is not row-major")
-        expected *= length
     dtype = np.dtype((">" if big_endian else "<") + _DTYPES[kind.name])
-    return TensorHeader(storage, dtype, shape, first)
+    return storage, ArrayPlace(None, first * dtype.itemsize, dtype, shape)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class NpyHeader:
-    """A `.npy` header; its shape is not yet checked against the file's length."""
-
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...]
-    bytes: int  # of the header, magic included
-
-
-def read_npy_header(file: ByteSource | IO[bytes], *, what: str) -> NpyHeader:
-    """Read a `.npy` header at the file's position.
+def read_npy_header(file: ByteSource | IO[bytes], *, what: str) -> ArrayPlace:
+    """Read a `.npy` header at the file's position; the shape is not yet checked.
 
     Raises `ShardError` if it is not a `.npy` in row order, or holds pickled objects.
     """
@@ -158,7 +154,7 @@ def read_npy_header(file: ByteSource | IO[bytes], *, what: str) -> NpyHeader:
             f"{what}: it is stored in column order. Write it again with "
             "numpy.save(path, numpy.ascontiguousarray(array))."
         )
-    return NpyHeader(dtype, shape, len(magic) + len(rest))
+    return ArrayPlace(None, len(magic) + len(rest), dtype, shape)
 
 
 SMALL_VOCABULARY = 1 << 16  # ids below it fit uint16
@@ -171,21 +167,6 @@ MIN_SUSPECT = 128  # ids, fewer of which prove nothing
 MAX_HIGH_HALF = 3  # of an id below 262,144, the largest vocabularies
 LLM_C_HEADER_BYTES = 1024
 MAX_PICKLE_BYTES = 1_000_000  # a bare tensor's has about 150
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ArrayPlace:
-    """A C-ordered array of integers in a file."""
-
-    member: str | None  # zip member that holds it; None: the file itself
-    offset: int  # bytes before the first element, in the member or the file
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...]  # (n,) or (rows, columns)
-
-    @property
-    def elements(self) -> int:
-        """Elements of the array."""
-        return math.prod(self.shape)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -282,7 +263,8 @@ def read_layout(file: ByteSource, *, name: str, data: DataConfig) -> TokenLayout
     if name.endswith(".npz"):
         layout = _npz_layout(file, name=name, data=data)
     elif name.endswith(".npy"):
-        ids = _npy_place(read_npy_header(file, what=name), what=name, size=size)
+        ids = read_npy_header(file, what=name)
+        ids = _checked_place(ids, what=name, room=size - ids.offset)
         layout = TokenLayout("npy", ids, pad_id=data.pad_id)
     elif name.endswith(".pt"):
         layout = TokenLayout("pt", _tensor_place(file, name=name), pad_id=data.pad_id)
@@ -330,73 +312,54 @@ def _checked_place(array: ArrayPlace, *, what: str, room: int) -> ArrayPlace:
     return array
 
 
-def _npy_place(header: NpyHeader, *, what: str, size: int, member: str | None = None) -> ArrayPlace:
-    place = ArrayPlace(member, header.bytes, header.dtype, header.shape)
-    return _checked_place(place, what=what, room=size - header.bytes)
-
-
 def _npz_layout(file: ByteSource, *, name: str, data: DataConfig) -> TokenLayout:
+    def header(key: str) -> ArrayPlace:
+        with archive.open(checked_member(archive, f"{key}.npy", name=name)) as content:
+            array = read_npy_header(content, what=f"{name}[{key}]")
+        return dataclasses.replace(array, member=f"{key}.npy")
+
+    def checked(key: str) -> ArrayPlace | None:
+        if key not in keys:
+            return None
+        array = header(key)
+        if key == MASK_KEY and array.dtype == np.bool_:
+            array = dataclasses.replace(array, dtype=np.dtype("u1"))  # stored as bytes 0 and 1
+        room = archive.getinfo(f"{key}.npy").file_size - array.offset
+        return _checked_place(array, what=f"{name}[{key}]", room=room)
+
     with open_zip(file, name=name) as archive:
         members = archive.namelist()
         keys = [member.removesuffix(".npy") for member in members if member.endswith(".npy")]
-        key = _ids_key(archive, keys, name=name)
-        ids = _member_place(archive, key, name=name)
-        lengths, mask = None, None
-        if LENGTHS_KEY in keys:
-            lengths = _member_place(archive, LENGTHS_KEY, name=name)
-        elif MASK_KEY in keys:
-            mask = _member_place(archive, MASK_KEY, name=name)
+        named = [key for key in ID_KEYS if key in keys][:1]
+        if not named:
+            kinds = {key: header(key).dtype for key in keys if key not in (LENGTHS_KEY, MASK_KEY)}
+            named = [key for key, dtype in kinds.items() if dtype.kind in "iu"]
+            if len(named) != 1:
+                found = ", ".join(f"{key} ({dtype})" for key, dtype in kinds.items()) or "none"
+                raise ShardError(
+                    f"{name}: it is unclear which array holds the token ids ({found}). Name the "
+                    f"array of ids one of {', '.join(ID_KEYS)}, or put the file's name in "
+                    "data.exclude."
+                )
+        ids, lengths = checked(named[0]), checked(LENGTHS_KEY)
+        mask = None if lengths else checked(MASK_KEY)
+        assert ids is not None  # its key is there
     if len(ids.shape) == 1 and (lengths or mask):  # a single row
         ids = dataclasses.replace(ids, shape=(1, *ids.shape))
         mask = mask and dataclasses.replace(mask, shape=(1, *mask.shape))
-    for array, array_key, shape in (
-        (lengths, LENGTHS_KEY, ids.shape[:1]),
-        (mask, MASK_KEY, ids.shape),
-    ):
+    for array, key, shape in ((lengths, LENGTHS_KEY, ids.shape[:1]), (mask, MASK_KEY, ids.shape)):
         if array is not None and array.shape != shape:
-            problem = f"{array_key} has the shape {array.shape}, but the ids have {ids.shape}"
+            problem = f"{key} has the shape {array.shape}, but the ids have {ids.shape}"
             raise unusable(name, problem)
     if len(ids.shape) == 2 and not (lengths or mask) and data.pad_id is None:
         raise ShardError(
-            f"{name}: `{key}` holds rows of {ids.shape[1]} ids without {MASK_KEY} or "
+            f"{name}: `{named[0]}` holds rows of {ids.shape[1]} ids without {MASK_KEY} or "
             f"{LENGTHS_KEY}, so padding and tokens cannot be distinguished. Set data.pad_id to the "
             "id that fills the rows (if all rows are full: any id that no row ends with), or put "
             "the name in data.exclude."
         )
     pad_id = None if lengths or mask else data.pad_id
     return TokenLayout("npz", ids, lengths=lengths, mask=mask, pad_id=pad_id)
-
-
-def _ids_key(archive: zipfile.ZipFile, keys: list[str], *, name: str) -> str:
-    for key in ID_KEYS:
-        if key in keys:
-            return key
-    kinds = {
-        key: _member_header(archive, key, name=name).dtype
-        for key in keys
-        if key not in (LENGTHS_KEY, MASK_KEY)
-    }
-    integers = [key for key, dtype in kinds.items() if dtype.kind in "iu"]
-    if len(integers) == 1:
-        return integers[0]
-    described = ", ".join(f"{key} ({dtype})" for key, dtype in kinds.items()) or "none"
-    raise ShardError(
-        f"{name}: it is unclear which array holds the token ids ({described}). Name the array of "
-        f"ids one of {', '.join(ID_KEYS)}, or put the file's name in data.exclude."
-    )
-
-
-def _member_header(archive: zipfile.ZipFile, key: str, *, name: str) -> NpyHeader:
-    with archive.open(checked_member(archive, f"{key}.npy", name=name)) as content:
-        return read_npy_header(content, what=f"{name}[{key}]")
-
-
-def _member_place(archive: zipfile.ZipFile, key: str, *, name: str) -> ArrayPlace:
-    header, member = _member_header(archive, key, name=name), f"{key}.npy"
-    if key == MASK_KEY and header.dtype == np.bool_:
-        header = dataclasses.replace(header, dtype=np.dtype("u1"))  # stored as bytes 0 and 1
-    size = archive.getinfo(member).file_size
-    return _npy_place(header, what=f"{name}[{key}]", size=size, member=member)
 
 
 def _tensor_place(file: ByteSource, *, name: str) -> ArrayPlace:
@@ -411,16 +374,16 @@ def _tensor_place(file: ByteSource, *, name: str) -> ArrayPlace:
         folder = pickles[0].removesuffix("data.pkl")
         byte_order = f"{folder}byteorder"
         big = byte_order in members and _content(archive, byte_order) == b"big"
-        header = read_tensor_header(_content(archive, pickles[0]), what=name, big_endian=big)
-        member = f"{folder}data/{header.storage}"
+        storage, array = read_tensor_header(
+            _content(archive, pickles[0]), what=name, big_endian=big
+        )
+        member = f"{folder}data/{storage}"
         if member not in members:
             raise unusable(name, f"its storage {member} is missing")
         stored = checked_member(archive, member, name=name).file_size
-    offset = header.first * header.dtype.itemsize
-    array = ArrayPlace(member, offset, header.dtype, header.shape)
     # A tensor may be a part of its storage.
-    room = min(array.elements * header.dtype.itemsize, stored - offset)
-    return _checked_place(array, what=name, room=room)
+    room = min(array.elements * array.dtype.itemsize, stored - array.offset)
+    return _checked_place(dataclasses.replace(array, member=member), what=name, room=room)
 
 
 def _content(archive: zipfile.ZipFile, member: str) -> bytes:

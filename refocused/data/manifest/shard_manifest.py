@@ -32,7 +32,7 @@ from refocused.data.formats.object_names import (
     text_kind,
 )
 from refocused.data.formats.object_reader import ObjectReader
-from refocused.data.formats.token_blocks import TokenCount, count_tokens
+from refocused.data.formats.token_blocks import count_tokens
 from refocused.data.formats.token_layout import (
     SMALL_VOCABULARY,
     TokenLayout,
@@ -513,7 +513,17 @@ def survey(
     Objects in the cache file, with the same name and version, are not read.
     Raises `ShardError` if files cannot be used (naming up to five), `BucketError` if not read.
     """
-    known = cache_file if isinstance(cache_file, dict) else _read_counts(cache_file)
+    known = cache_file if isinstance(cache_file, dict) else {}
+    if isinstance(cache_file, Path):
+        try:
+            content = parse_json_object(cache_file.read_bytes())
+            if content["schema"] == COUNTS_SCHEMA:
+                headers = content["headers"].items()
+                known = {key: {name: facts[name] for name in FACTS} for key, facts in headers}
+        except FileNotFoundError:
+            pass
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            _log.warning("%s: not readable (%s); reading the headers again", cache_file, error)
     keys = [_counts_key(blob, data) for blob in blobs]
     unknown = {key: blob for key, blob in zip(keys, blobs, strict=True) if key not in known}
     if not unknown:
@@ -552,34 +562,19 @@ def survey(
 
 def read_headers(
     bucket: Bucket, blob: BlobInfo, data: DataConfig, known: dict[str, Facts]
-) -> tuple[TokenLayout, TokenCount]:
+) -> tuple[TokenLayout, Facts]:
     """Read an object's headers, and count its tokens; note the facts in `known`."""
     file = ObjectReader(bucket, blob)
     layout = read_layout(file, name=blob.name, data=data)
-    count, ids = count_tokens(file, layout, name=blob.name), (layout.pad_id, layout.separator_id)
+    tokens, rows = count_tokens(file, layout, name=blob.name)
     is_short = layout.ids.dtype.itemsize <= 2 and (layout.separator_id or 0) < SMALL_VOCABULARY
-    facts = count.tokens, "uint16" if is_short else "uint32", count.rows, *ids
-    known[_counts_key(blob, data)] = dict(zip(FACTS, facts, strict=True))
-    return layout, count
+    kind = "uint16" if is_short else "uint32"
+    facts = zip(FACTS, (tokens, kind, rows, layout.pad_id, layout.separator_id), strict=True)
+    known[_counts_key(blob, data)] = counted = dict(facts)
+    return layout, counted
 
 
 def _counts_key(blob: BlobInfo, data: DataConfig) -> str:
     """Identify an object's content, and the settings that its facts depend on."""
     settings = [data.dtype, data.pad_id, data.separator_id, data.mask_documents]
     return json.dumps([blob.name, blob.version, *settings])
-
-
-def _read_counts(cache_file: Path | None) -> dict[str, Facts]:
-    if cache_file is None:
-        return {}
-    try:
-        content = parse_json_object(cache_file.read_bytes())
-        if content["schema"] != COUNTS_SCHEMA:
-            return {}
-        headers = content["headers"].items()
-        return {key: {name: facts[name] for name in FACTS} for key, facts in headers}
-    except FileNotFoundError:
-        return {}
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        _log.warning("%s: not readable (%s); reading the headers again", cache_file, error)
-        return {}
