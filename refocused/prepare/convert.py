@@ -6,7 +6,7 @@ import struct
 from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -211,45 +211,6 @@ def _target_name(name: str) -> str:
 
 
 CHECKED_IDS = 1 << 22
-Lengths = npt.NDArray[np.int64]
-
-
-def document_blocks(
-    file: BinaryIO, *, dtype: np.dtype[Any], lengths: Lengths, separator_id: int | None, name: str
-) -> Iterator[Ids]:
-    """Yield all documents' ids in order, with a separator after each that does not end with it.
-
-    The last document gets none. `file` is at the first id. `lengths`, of shape (documents,), are
-    the ids of each; empty documents are skipped. Raises `ShardError` if the file is too short, or
-    an id is negative.
-    """
-    filled = lengths[lengths > 0]
-    first, last_id = 0, None
-    while first < len(filled):
-        ends = np.cumsum(filled[first : first + BLOCK_IDS])
-        count = max(int(np.searchsorted(ends, BLOCK_IDS, side="right")), 1)
-        starts = np.concatenate([[0], ends[: count - 1]])
-        left = int(ends[count - 1])
-        while left:  # several blocks only if a document is longer than a block
-            expected = min(left, BLOCK_IDS)
-            ids = np.frombuffer(file.read(expected * dtype.itemsize), dtype)
-            if len(ids) != expected:
-                raise unusable(name, "it is shorter than its index says")
-            if ids.min() < 0:
-                raise unusable(name, f"it holds the negative id {ids.min()}")
-            left -= len(ids)
-            previous, last_id = last_id, int(ids[-1])
-            if separator_id is not None:  # before documents, but the file's first
-                ids = ids.astype(np.int64)
-                before = np.concatenate(
-                    [[separator_id if previous is None else previous], ids[:-1]]
-                )
-                ids = np.insert(ids, starts[before[starts] != separator_id], separator_id)
-            yield ids
-            starts = starts[:0]
-        first += count
-
-
 # NVIDIA/Megatron-LM, megatron/core/datasets/indexed_dataset.py: magic, version, dtype code, number
 # of sequences and of document boundaries; then int32 lengths, int64 pointers, int64 boundaries.
 MAGIC = b"MMIDIDX\x00\x00"
@@ -260,30 +221,47 @@ _TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 def megatron_blocks(
     index: Path, content: Path, *, separator_id: int | None, name: str
 ) -> Iterator[Ids]:
-    """Yield the ids of an `.idx` and its `.bin`, as `document_blocks` does.
+    """Yield the ids of an `.idx` and its `.bin` in order.
 
-    Raises `ShardError` also if the index has another format or version, is truncated, or does not
-    fit the `.bin`.
+    A separator follows each document that does not end with it, but the last. Empty documents are
+    skipped. Raises `ShardError` if the index has another format or version, is truncated, or does
+    not fit the `.bin`, or if an id is negative.
     """
     dtype, lengths = _read_index(index, content, name=name)
     filled = lengths[lengths > 0]
     if separator_id is None and len(filled) > 1:
         ends = np.cumsum(filled)
         ends = ends[: max(int(np.searchsorted(ends, CHECKED_IDS)), 2)]
-        ids = np.memmap(content, dtype, "r", shape=(int(ends[-1]),))
+        some = np.memmap(content, dtype, "r", shape=(int(ends[-1]),))
         # They have an end-of-text id of their own if all end with one that is nowhere else.
-        if not np.array_equal(np.flatnonzero(ids == ids[ends[0] - 1]) + 1, ends):
+        if not np.array_equal(np.flatnonzero(some == some[ends[0] - 1]) + 1, ends):
             raise ShardError(
                 f"{name}: it holds {len(filled):,} documents, with no end-of-text id between them. "
                 "Give the id to put there with --separator-id."
             )
+    starts, first, last_id = np.cumsum(filled) - filled, 0, None
     with content.open("rb") as file:
-        yield from document_blocks(
-            file, dtype=dtype, lengths=lengths, separator_id=separator_id, name=name
-        )
+        while raw := file.read(BLOCK_IDS * dtype.itemsize):
+            ids: Ids = np.frombuffer(raw, dtype)
+            if ids.min() < 0:
+                raise unusable(name, f"it holds the negative id {ids.min()}")
+            here = slice(*np.searchsorted(starts, [first, first + len(ids)]))
+            begins = starts[here] - first
+            previous, last_id = last_id, int(ids[-1])
+            first += len(ids)
+            if separator_id is not None:  # before documents, but the file's first
+                ids = ids.astype(np.int64)
+                before = np.concatenate(
+                    [[separator_id if previous is None else previous], ids[:-1]]
+                )
+                ids = np.insert(ids, begins[before[begins] != separator_id], separator_id)
+            yield ids
 
 
-def _read_index(index: Path, content: Path, *, name: str) -> tuple[np.dtype[Any], Lengths]:
+def _read_index(
+    index: Path, content: Path, *, name: str
+) -> tuple[np.dtype[Any], npt.NDArray[np.int64]]:
+    """Return the element type, and the ids of each document."""
     size = index.stat().st_size
     with index.open("rb") as file:
         header = file.read(_HEADER.size)

@@ -167,31 +167,19 @@ class Cursor:
     documents: int = 0  # that start among these ids
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Line:
-    """The cursor of a stream after a step, and the shard finished by the step, if any."""
-
-    stream: str
-    cursor: Cursor
-    shard: Shard | None
-
-
 class Journal:
-    """A file of cursors and finished shards, one line each; a torn end is dropped."""
+    """A file of cursors and finished shards, one line each; a torn end is dropped.
+
+    A line has the `cursor` of a `stream` after a step, and the `row` of the shard that the step
+    has finished, or null.
+    """
 
     def __init__(self, path: Path, *, dtype: np.dtype[Any]) -> None:
         self._path = path
         self.dtype = dtype
         with disk_errors(path):
             path.touch()
-            self._lines = [
-                _Line(
-                    content["stream"],
-                    Cursor(**content["cursor"]),
-                    content["row"] and Shard(**content["row"], dtype=dtype.name),
-                )
-                for content in _whole_lines(path)
-            ]
+            self._lines = list(_whole_lines(path))
             self._file = self._rewritten()
 
     def close(self) -> None:
@@ -200,16 +188,18 @@ class Journal:
 
     def cursor(self, stream: str) -> Cursor:
         """Return a stream's last cursor, or that of its start."""
-        cursors = (line.cursor for line in reversed(self._lines) if line.stream == stream)
-        return next(cursors, Cursor())
+        cursors = (line["cursor"] for line in reversed(self._lines) if line["stream"] == stream)
+        return Cursor(**next(cursors, {}))
 
     def shards(self, stream: str) -> list[Shard]:
         """Return a stream's finished shards, in order."""
-        return [line.shard for line in self._lines if line.stream == stream and line.shard]
+        rows = [line["row"] for line in self._lines if line["stream"] == stream and line["row"]]
+        return [Shard(**row, dtype=self.dtype.name) for row in rows]
 
     def note(self, stream: str, cursor: Cursor, shard: Shard | None) -> None:
         """Append a line, durably if it has a shard."""
-        line = _Line(stream, cursor, shard)
+        row = shard and {name: getattr(shard, name) for name in _ROW_KEYS}
+        line = {"stream": stream, "cursor": dataclasses.asdict(cursor), "row": row}
         with disk_errors(self._path):
             self._file.write(_text(line))
             self._file.flush()
@@ -219,8 +209,8 @@ class Journal:
 
     def rewind(self, stream: str, *, shards: int) -> None:
         """Remove all lines of a stream after its first `shards` shards."""
-        others = [line for line in self._lines if line.stream != stream]
-        kept = [line for line in self._lines if line.stream == stream and line.shard]
+        others = [line for line in self._lines if line["stream"] != stream]
+        kept = [line for line in self._lines if line["stream"] == stream and line["row"]]
         self._lines = others + kept[:shards]
         with disk_errors(self._path):
             self._file.close()
@@ -228,8 +218,8 @@ class Journal:
 
     def _rewritten(self) -> BinaryIO:
         """Replace the file by the shards and last cursors, and open it."""
-        last = {line.stream: line for line in self._lines}
-        self._lines = [line for line in self._lines if line.shard or last[line.stream] is line]
+        last = {line["stream"]: line for line in self._lines}
+        self._lines = [line for line in self._lines if line["row"] or last[line["stream"]] is line]
         replace_file(self._path, b"".join(map(_text, self._lines)), durable=True)
         return self._path.open("ab")
 
@@ -252,10 +242,8 @@ def packed_sources(work: Path, streams: Sequence[str]) -> int:
     return min(last.values())
 
 
-def _text(line: _Line) -> bytes:
-    row = None if line.shard is None else {name: getattr(line.shard, name) for name in _ROW_KEYS}
-    content = {"stream": line.stream, "cursor": dataclasses.asdict(line.cursor), "row": row}
-    return json.dumps(content).encode() + b"\n"
+def _text(line: Mapping[str, object]) -> bytes:
+    return json.dumps(line).encode() + b"\n"
 
 
 BUFFERED_IDS = 1 << 22  # placed together: 2,048 sequences of 2,048

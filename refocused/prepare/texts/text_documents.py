@@ -7,6 +7,7 @@ import gzip
 import io
 import itertools
 import json
+import math
 import re
 import zlib
 from collections import Counter
@@ -87,9 +88,16 @@ def pieces(
         texts = _json_texts(span.path, reading)
     else:
         texts = _line_texts(span, reading)
+    left: float = math.inf
+    longest = left
     if kind in (".parquet", ".arrow") or span.path.name.lower().endswith((".gz", ".zst")):
-        texts = _limited(texts, span.path)
+        size = text_inputs.size_of(span.path)
+        left, longest = text_inputs.most_unpacked(size), MAX_PACKED_CHARACTERS + size
     for text in texts:
+        characters = len(text or "") + 1
+        left -= characters
+        if left < 0 or characters > longest:
+            raise text_inputs.unpacks_too_far(span.path)
         if text:
             yield Piece(text, begins=True)
         elif counts is not None:
@@ -127,18 +135,6 @@ def sampled_texts(
                 held_out.append(text)
     if not taken:
         raise ShardError("There is no text in the files: every document is empty.")
-
-
-def _limited(texts: Iterable[str | None], path: text_inputs.TextPath) -> Iterator[str | None]:
-    """Yield the texts of a compressed file; raise when they exceed what text can decompress to."""
-    size = text_inputs.size_of(path)
-    left, longest = text_inputs.most_unpacked(size), MAX_PACKED_CHARACTERS + size
-    for text in texts:
-        characters = len(text or "") + 1
-        left -= characters
-        if left < 0 or characters > longest:
-            raise text_inputs.unpacks_too_far(path)
-        yield text
 
 
 def _split(
@@ -279,37 +275,28 @@ def _json_texts(path: text_inputs.TextPath, reading: TextReading) -> Iterator[st
 
 def _line_texts(span: text_inputs.Span, reading: TextReading) -> Iterator[str | None]:
     """Yield the texts of the lines that start in a span of a file of JSON lines."""
-    with _unpacked(span.path, start=span.start) as (file, most):
-        for place, line in _lines(file, span, most=most):
-            yield _text_of(line, reading, where=f"{span.path}, the line at byte {place:,}")
-
-
-def _lines(file: Any, span: text_inputs.Span, *, most: int | None) -> Iterator[tuple[int, bytes]]:
-    """Yield each line that starts in the span, with its offset.
-
-    A compressed file may decompress to `most` bytes.
-    """
-    place = span.start
-    spent = 0
-    longest = MAX_LINE_BYTES if most is None else min(MAX_LINE_BYTES, most)
-    if place:
-        file.seek(place - 1)
-        place += len(file.readline(MAX_LINE_BYTES)) - 1
-    while span.end is None or place < span.end:
-        line = file.readline(longest)
-        spent += max(len(line), MIN_LINE_BYTES)
-        if most is not None and spent >= most:
-            raise text_inputs.unpacks_too_far(span.path)
-        if len(line) == MAX_LINE_BYTES:
-            raise ShardError(
-                f"{span.path}: the line at byte {place:,} has over {MAX_LINE_BYTES:,} bytes. A "
-                ".jsonl file holds one object per line: split the line, or leave the file out."
-            )
-        if not line:
-            return
-        if not line.isspace():
-            yield place, line if place else line.removeprefix(codecs.BOM_UTF8)
-        place += len(line)
+    path, place, spent = span.path, span.start, 0
+    with _unpacked(path, start=place) as (file, most):
+        longest = MAX_LINE_BYTES if most is None else min(MAX_LINE_BYTES, most)
+        if place:
+            file.seek(place - 1)
+            place += len(file.readline(MAX_LINE_BYTES)) - 1
+        while span.end is None or place < span.end:
+            line = file.readline(longest)
+            spent += max(len(line), MIN_LINE_BYTES)
+            if most is not None and spent >= most:
+                raise text_inputs.unpacks_too_far(path)
+            if len(line) == MAX_LINE_BYTES:
+                raise ShardError(
+                    f"{path}: the line at byte {place:,} has over {MAX_LINE_BYTES:,} bytes. A "
+                    ".jsonl file holds one object per line: split the line, or leave the file out."
+                )
+            if not line:
+                return
+            if not line.isspace():
+                text = line if place else line.removeprefix(codecs.BOM_UTF8)
+                yield _text_of(text, reading, where=f"{path}, the line at byte {place:,}")
+            place += len(line)
 
 
 def _text_of(line: bytes | str, reading: TextReading, *, where: str) -> str | None:

@@ -100,8 +100,21 @@ def find_remote(address: str, credentials: Credentials = BY_ENVIRONMENT) -> list
     address. Raises `BucketError` if the store cannot be listed.
     """
     if address.startswith(HUB):
+        from huggingface_hub import HfApi
+        from huggingface_hub.hf_api import RepoFile
+
         dataset, _, pattern = address.removeprefix(HUB).partition(":")
-        texts = _hub_files(dataset)
+        name, _, revision = dataset.partition("@")
+        try:
+            commit = HfApi().dataset_info(name, revision=revision or None, timeout=60).sha
+            tree = HfApi().list_repo_tree(
+                name, recursive=True, revision=commit, repo_type="dataset"
+            )
+            files = sorted((file.path, file) for file in tree if isinstance(file, RepoFile))
+        except Exception as error:  # of its HTTP library, which depends on its version
+            raise _hub_error(f"{HUB}{dataset}", error) from None
+        store = f"{HUB}{name}@{commit}"
+        texts = [RemoteText(store, path, file.size, file.blob_id) for path, file in files]
     elif (parts := _ADDRESS.fullmatch(address)) is not None:
         store, pattern = f"{parts[1]}://{parts[2]}", parts[3]
         bucket = _bucket(store, credentials)
@@ -117,21 +130,6 @@ def find_remote(address: str, credentials: Credentials = BY_ENVIRONMENT) -> list
         for text in texts
         if text.name.startswith(folder) or fnmatch.fnmatchcase(text.name, pattern)
     ]
-
-
-def _hub_files(dataset: str) -> list[RemoteText]:
-    from huggingface_hub import HfApi
-    from huggingface_hub.hf_api import RepoFile
-
-    name, _, revision = dataset.partition("@")
-    try:
-        commit = HfApi().dataset_info(name, revision=revision or None, timeout=60).sha
-        tree = HfApi().list_repo_tree(name, recursive=True, revision=commit, repo_type="dataset")
-        files = sorted((one.path, one) for one in tree if isinstance(one, RepoFile))
-    except Exception as error:  # of its HTTP library, which depends on its version
-        raise _hub_error(f"{HUB}{dataset}", error) from None
-    store = f"{HUB}{name}@{commit}"
-    return [RemoteText(store, path, one.size, one.blob_id) for path, one in files]
 
 
 def _hub_range(text: RemoteText, start: int, length: int) -> bytes:
@@ -211,10 +209,26 @@ def find_inputs(
     paths: list[TextPath] = []
     for argument in arguments:
         remote = find_remote(argument, credentials)
-        if remote is None:
-            paths += _local_files(argument)
-        else:
+        if remote is not None:
             paths += _texts_among({text.name: text for text in remote}, argument)
+            continue
+        if "://" in argument:
+            raise ShardError(f"{argument}: give a path, gs://bucket/NAME, or hub:DATASET.")
+        root = local_path(argument)
+        if root.is_dir():
+            files = [file for file in sorted(root.rglob("*")) if file.is_file()]
+            names = {file.relative_to(root).as_posix(): file for file in files}
+            visible = {name: file for name, file in names.items() if "/." not in f"/{name}"}
+            paths += _texts_among(visible, argument)
+            continue
+        if not root.is_file():
+            raise ShardError(f"{root}: there is no such file or folder. Correct the path.")
+        if not text_kind(root.name):
+            raise ShardError(
+                f"{root}: this format is not supported; {TEXT_PATTERNS} are. Unpack or convert the "
+                "file."
+            )
+        paths.append(root)
     known: dict[TextPath, TextFile] = {}
     for path in paths:
         real = path.resolve() if isinstance(path, Path) else path
@@ -264,28 +278,6 @@ def _texts_among(found: Mapping[str, TextPath], argument: str) -> list[TextPath]
             *(argument, len(held_out), len(texts), some(held_out)),
         )
     return [found[name] for name in texts]
-
-
-def _local_files(argument: str) -> list[TextPath]:
-    if "://" in argument:
-        raise ShardError(f"{argument}: give a path, gs://bucket/NAME, or hub:DATASET.")
-    path = local_path(argument)
-    if path.is_dir():
-        files = {file.relative_to(path): file for file in sorted(path.rglob("*")) if file.is_file()}
-        visible = {
-            name.as_posix(): file
-            for name, file in files.items()
-            if not any(part.startswith(".") for part in name.parts)
-        }
-        return _texts_among(visible, argument)
-    if not path.is_file():
-        raise ShardError(f"{path}: there is no such file or folder. Correct the path.")
-    if not text_kind(path.name):
-        raise ShardError(
-            f"{path}: this format is not supported; {TEXT_PATTERNS} are. Unpack or convert the "
-            "file."
-        )
-    return [path]
 
 
 def plan_tasks(files: Iterable[TextFile]) -> list[Task]:

@@ -190,8 +190,15 @@ class Worker:
 def start_worker(request: TokenizeRequest, folder: Path, stopping: Event) -> None:
     """Prepare a process of the pool: it ends with its parent, which handles Ctrl+C."""
     global _worker
+
+    def end_with_parent() -> None:
+        # A pool's processes hold both ends of its queues, so they would wait forever.
+        if (parent := parent_process()) is not None:
+            parent.join()
+            os._exit(1)
+
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()
     _worker = Worker(request, folder, stopping)
 
 
@@ -202,11 +209,3 @@ def run_task(number: int, spans: tuple[Span, ...]) -> TaskResult:
 
 
 _worker: Worker | None = None  # of this process
-
-
-def _end_with_parent() -> None:
-    parent = parent_process()
-    if parent is not None:
-        # A pool's processes hold both ends of its queues, so they would wait forever.
-        parent.join()
-        os._exit(1)
