@@ -153,7 +153,10 @@ class BatchReader:
             firsts = (sequences[some] * self._sequence_length).tolist()
             for kind in {file.dtype for file in files}:
                 rows = [row for row, file in enumerate(files) if file.dtype == kind]
-                stage, views = self._stage(kind, rows=len(rows))
+                if kind not in self._stages or len(self._stages[kind][0]) < len(rows):
+                    stage = np.empty((len(rows), self._sequence_length + 1), kind)
+                    self._stages[kind] = stage, [memoryview(row) for row in stage]
+                stage, views = self._stages[kind]
                 for row, tokens in zip(rows, views, strict=False):
                     files[row].read_into(tokens, first=firsts[row])
                 staged = stage[: len(rows)]
@@ -170,10 +173,3 @@ class BatchReader:
                     )
                 # Most data has one type in all shards; a slice is filled faster than listed rows.
                 target[slice(None) if len(rows) == len(files) else rows] = staged
-
-    def _stage(self, kind: np.dtype[Any], *, rows: int) -> tuple[NDArray[Any], list[memoryview]]:
-        stage = self._stages.get(kind)
-        if stage is None or len(stage[0]) < rows:
-            tokens = np.empty((rows, self._sequence_length + 1), kind)
-            stage = self._stages[kind] = tokens, [memoryview(row) for row in tokens]
-        return stage

@@ -1,6 +1,5 @@
 """Prepare the source text of Python's standard library as a small corpus."""
 
-import dataclasses
 import hashlib
 import io
 import re
@@ -58,10 +57,17 @@ def prepare_stdlib(bucket: Bucket) -> Manifest:
     shards = []
     for kind in ("train", "val"):
         tokens = _tokens(root, [name for name in names if _is_validation(name) == (kind == "val")])
-        shards += [
-            _write_shard(bucket, f"stdlib_{kind}_{number:06d}.npy", tokens[start:][:SHARD_TOKENS])
-            for number, start in enumerate(range(0, len(tokens), SHARD_TOKENS))
-        ]
+        for number, start in enumerate(range(0, len(tokens), SHARD_TOKENS)):
+            ids, name = tokens[start:][:SHARD_TOKENS], f"stdlib_{kind}_{number:06d}.npy"
+            np.save(file := io.BytesIO(), ids.astype("<u2"))
+            content = file.getvalue()
+            try:  # several processes may prepare the same folder: an object there keeps its age
+                blob = bucket.write(name, content)
+            except BucketError:  # an interrupted preparation by another Python left another object
+                blob = bucket.write(name, content, overwrite=True)
+            documents, max_id = int(np.count_nonzero(ids == BYTES_END_OF_TEXT)), int(ids.max())
+            facts = len(content), extended_crc32c(0, content), blob.generation, max_id, documents
+            shards.append(Shard(name, len(ids), "uint16", *facts))
     manifest = Manifest(tuple(shards), BYTES)
     write_manifest(bucket, manifest)
     return manifest
@@ -77,16 +83,3 @@ def _tokens(root: Path, names: list[str]) -> npt.NDArray[np.uint16]:
     separator = np.array([BYTES_END_OF_TEXT], np.uint16)
     texts = (np.frombuffer((root / name).read_bytes(), np.uint8) for name in names)
     return np.concatenate([part for text in texts for part in (separator, text)])
-
-
-def _write_shard(bucket: Bucket, name: str, tokens: npt.NDArray[np.uint16]) -> Shard:
-    file = io.BytesIO()
-    np.save(file, tokens.astype("<u2"))
-    content = file.getvalue()
-    try:  # several processes may prepare the same folder: an object that is there keeps its age
-        blob = bucket.write(name, content)
-    except BucketError:  # an interrupted preparation by another Python left another object
-        blob = bucket.write(name, content, overwrite=True)
-    checksum, documents = extended_crc32c(0, content), np.count_nonzero(tokens == BYTES_END_OF_TEXT)
-    row = Shard(name, len(tokens), "uint16", len(content), checksum, blob.generation)
-    return dataclasses.replace(row, max_id=int(tokens.max()), documents=int(documents))

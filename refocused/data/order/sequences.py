@@ -76,7 +76,20 @@ def split_sequences(
     pattern matches no shard, or no sequence is left for training or validation.
     """
     shards = manifest.shards
-    named = _named_shards(shards, validation_files)
+
+    def named_by(patterns: Sequence[str]) -> set[int]:
+        indexed = enumerate(shards)
+        return {i for i, shard in indexed if any(matches(f.name, patterns) for f in shard.files)}
+
+    for pattern in validation_files:
+        if not named_by([pattern]):
+            some = ", ".join(shard.name for shard in shards[:NAMES_SHOWN])
+            raise ShardError(
+                f"data.validation_files: {pattern!r} matches none of the {len(shards)} "
+                f"token files (they are named {some}{', ...' * (len(shards) > NAMES_SHOWN)}). "
+                "Correct the pattern; it may match a file's name with or without its folder."
+            )
+    named = named_by(validation_files)
     counts = [sequences_of(shard.tokens, sequence_length=sequence_length) for shard in shards]
     everything = [
         SequenceRange(shard, 0, count) for shard, count in enumerate(counts, first_shard) if count
@@ -110,22 +123,6 @@ def split_sequences(
             f"no validation sequence: {too_short}, or name longer files in data.validation_files."
         )
     return split
-
-
-def _named_shards(shards: Sequence[Shard], patterns: Sequence[str]) -> set[int]:
-    def named_by(chosen: Sequence[str]) -> set[int]:
-        indexed = enumerate(shards)
-        return {i for i, shard in indexed if any(matches(f.name, chosen) for f in shard.files)}
-
-    for pattern in patterns:
-        if not named_by([pattern]):
-            some = ", ".join(shard.name for shard in shards[:NAMES_SHOWN])
-            raise ShardError(
-                f"data.validation_files: {pattern!r} matches none of the {len(shards)} "
-                f"token files (they are named {some}{', ...' * (len(shards) > NAMES_SHOWN)}). "
-                "Correct the pattern; it may match a file's name with or without its folder."
-            )
-    return named_by(patterns)
 
 
 def _cut(ranges: Sequence[SequenceRange], *, training: int) -> Split:
