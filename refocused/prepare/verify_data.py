@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from refocused.bucket.bucket import BlobInfo, Bucket, stored_crc32c
+from refocused.bucket.bucket import Bucket, stored_crc32c
 from refocused.bucket.transfer import map_in_threads
 from refocused.config.data import DataConfig
 from refocused.data.formats.object_names import MANIFEST_NAME
@@ -73,7 +73,17 @@ def verify_data(
                     )
                 finding = dataclasses.replace(finding, tokens=row.tokens)
             if deep or row is None:
-                finding = _read(bucket, blob, data, deep)
+                reader = ObjectReader(bucket, blob)
+                layout = read_layout(reader, name=name, data=data)
+                if deep:
+                    blocks = token_blocks(reader, layout, name=name)
+                    counts = [(len(block), int(block.max())) for block in blocks if block.size]
+                    tokens = sum(count for count, _ in counts)
+                    largest = max((max_id for _, max_id in counts), default=0)
+                    finding = FileCheck(name, blob.size, tokens, largest)
+                else:
+                    tokens, _ = count_tokens(reader, layout, name=name)
+                    finding = FileCheck(name, blob.size, tokens)
                 max_id = finding.max_id or 0
                 if row is not None and finding.tokens != row.tokens:
                     raise ShardError(
@@ -102,15 +112,3 @@ def verify_data(
 
     progress(done, total)
     return map_in_threads(find, names, threads=data.fetch_threads, on_result=count)
-
-
-def _read(bucket: Bucket, blob: BlobInfo, data: DataConfig, deep: bool) -> FileCheck:
-    reader = ObjectReader(bucket, blob)
-    layout = read_layout(reader, name=blob.name, data=data)
-    if not deep:
-        tokens, _ = count_tokens(reader, layout, name=blob.name)
-        return FileCheck(blob.name, blob.size, tokens)
-    blocks = token_blocks(reader, layout, name=blob.name)
-    counts = [(len(block), int(block.max())) for block in blocks if block.size]
-    largest = max((max_id for _, max_id in counts), default=0)
-    return FileCheck(blob.name, blob.size, sum(count for count, _ in counts), largest)

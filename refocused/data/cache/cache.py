@@ -269,7 +269,7 @@ class ShardCache:
 
     def _next_task(self) -> ShardDownload | int | None:
         """Wait for a shard to fetch, or a download to help with; None at the end."""
-        queue = self._queue
+        local, queue = self._local, self._queue
         with self._changed:
             while not self._stopped and self._failure is None:
                 shared = {i: download for i, download in self._shared.items() if download.jobs}
@@ -277,29 +277,22 @@ class ShardCache:
                 if not self._starting:
                     index = queue.following(now=time.monotonic(), shared=shared)
                 if index is not None and index not in shared:
-                    if not self._claim(index):
+                    if not local.locks.acquire(local.lock("fetch", index)):
+                        queue.paused_until[index] = time.monotonic() + PAUSE_SECONDS
                         continue
-                    if self._has_room(index):
+                    if local.row(index) is not None:
+                        queue.present.add(index)
+                    elif self._has_room(index):
                         self._starting = True  # until its jobs are known, no other is started
                         return index
-                    self._local.locks.release(self._local.lock("fetch", index))
+                    local.locks.release(local.lock("fetch", index))
+                    if index in queue.present:
+                        continue
                     index = next(iter(shared), None)  # until something has ended, help with that
                 if index in shared:
                     return shared[index]
                 self._changed.wait(PAUSE_SECONDS)
         return None
-
-    def _claim(self, index: int) -> bool:
-        """Claim a shard, unless it is local or another process fetches it."""
-        local, lock = self._local, self._local.lock("fetch", index)
-        if not local.locks.acquire(lock):
-            self._queue.paused_until[index] = time.monotonic() + PAUSE_SECONDS
-            return False
-        if local.row(index) is not None:
-            local.locks.release(lock)
-            self._queue.present.add(index)
-            return False
-        return True
 
     def _fetch(self, index: int) -> None:
         local, queue = self._local, self._queue

@@ -72,45 +72,37 @@ def _equal_steps(
     stream: Stream, start: int, *, plan: BatchPlan, rank: int
 ) -> Iterator[StepSequences]:
     """Yield steps of `plan.global_batch_size` from sequence number `start` on, endlessly."""
-    sequences = np.arange(plan.global_batch_size).reshape(
+    size = plan.global_batch_size
+    places = np.arange(size).reshape(
         plan.gradient_accumulation_steps, plan.shares, plan.micro_batch_size
     )
-    share = sequences[:, rank // plan.sequence_parallel]
+    share = places[:, rank // plan.sequence_parallel]
     # At most about one epoch: with tiny data, the first step would lay out hundreds of epochs.
-    most = min(WINDOWS_AT_ONCE // share.size, stream.sequences_per_epoch // plan.global_batch_size)
-    most = min(most, NUMBERS_AT_ONCE // plan.global_batch_size)
-    for numbers in _numbers_from(
-        stream, start, steps=max(1, most), sequences=plan.global_batch_size
-    ):
-        located = stream.locate(numbers[:, share])
-        blocks = stream.blocks_of(numbers[:, [0, -1]]).tolist()
-        for number, (first_block, last_block) in enumerate(blocks):
-            yield StepSequences(
-                shards=located.shards[number],
-                sequences=located.sequences[number],
-                first_block=first_block,
-                last_block=last_block,
-                after=stream.position_at(int(numbers[number, -1]) + 1),
-            )
-
-
-def _numbers_from(
-    stream: Stream, start: int, *, steps: int, sequences: int
-) -> Iterator[NDArray[np.int64]]:
-    """Yield the numbers of the next sequences, shape [steps, sequences], endlessly."""
+    most = min(WINDOWS_AT_ONCE // share.size, stream.sequences_per_epoch // size)
+    at_once = max(1, min(most, NUMBERS_AT_ONCE // size)) * size
     skipped, kept = np.array(sorted(stream.skipped), dtype=np.int64), np.empty(0, dtype=np.int64)
     while True:
-        numbers = start + np.arange(steps * sequences)
-        start += steps * sequences
+        numbers = start + np.arange(at_once)
+        start += at_once
         for skipped_range in stream.left_out:
             start = skipped_range.stop if start in skipped_range else start
             numbers = numbers[(numbers < skipped_range.start) | (numbers >= skipped_range.stop)]
         if skipped.size:
             numbers = numbers[~np.isin(stream.locate(numbers).shards, skipped)]
         kept = np.concatenate([kept, numbers])
-        if len(kept) >= steps * sequences:
-            yield kept[: steps * sequences].reshape(steps, sequences)
-            kept = kept[steps * sequences :]
+        if len(kept) < at_once:
+            continue
+        steps, kept = kept[:at_once].reshape(-1, size), kept[at_once:]
+        located = stream.locate(steps[:, share])
+        blocks = stream.blocks_of(steps[:, [0, -1]]).tolist()
+        for number, (first_block, last_block) in enumerate(blocks):
+            yield StepSequences(
+                shards=located.shards[number],
+                sequences=located.sequences[number],
+                first_block=first_block,
+                last_block=last_block,
+                after=stream.position_at(int(steps[number, -1]) + 1),
+            )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

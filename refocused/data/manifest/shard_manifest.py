@@ -201,18 +201,6 @@ def list_source(bucket: Bucket, *, exclude: Iterable[str]) -> dict[str, BlobInfo
         return {described.name: described} | {shard.name: shard.blob for shard in stored.shards}
 
 
-def describe_files(
-    bucket: Bucket, blobs: Sequence[BlobInfo], data: DataConfig, *, cache_file: Counts
-) -> tuple[Shard, ...]:
-    """Describe token files from their headers; raises as `build_manifest`."""
-    facts = survey(bucket, blobs, data=data, cache_file=cache_file)
-    shards = [
-        Shard(**dataclasses.asdict(blob), **counts)
-        for blob, counts in zip(blobs, facts, strict=True)
-    ]
-    return _with_content(bucket, shards, data)
-
-
 def manifest_to_json(manifest: Manifest) -> str:
     """Return the text of a `manifest.json`, with one row per file."""
     always = ("crc32c", "max_id", "documents")  # null if unknown; other keys are then left out
@@ -505,10 +493,10 @@ def _check_found(
         )
 
 
-def survey(
-    bucket: Bucket, blobs: Sequence[BlobInfo], *, data: DataConfig, cache_file: Counts
-) -> list[Facts]:
-    """Return the facts of each object, in the order given.
+def describe_files(
+    bucket: Bucket, blobs: Sequence[BlobInfo], data: DataConfig, *, cache_file: Counts
+) -> tuple[Shard, ...]:
+    """Describe token files from their headers, in the order given.
 
     Objects in the cache file, with the same name and version, are not read.
     Raises `ShardError` if files cannot be used (naming up to five), `BucketError` if not read.
@@ -526,9 +514,8 @@ def survey(
             _log.warning("%s: not readable (%s); reading the headers again", cache_file, error)
     keys = [_counts_key(blob, data) for blob in blobs]
     unknown = {key: blob for key, blob in zip(keys, blobs, strict=True) if key not in known}
-    if not unknown:
-        return [known[key] for key in keys]
-    _log.info("  shards   %s: reading the headers of %d files", bucket.url, len(unknown))
+    if unknown:
+        _log.info("  shards   %s: reading the headers of %d files", bucket.url, len(unknown))
     failures: dict[str, str] = {}
 
     def read(key: str) -> None:
@@ -540,7 +527,7 @@ def survey(
     try:
         map_in_threads(read, list(unknown), threads=data.fetch_threads)
     finally:
-        if isinstance(cache_file, Path):
+        if unknown and isinstance(cache_file, Path):
             text = json.dumps({"schema": COUNTS_SCHEMA, "headers": known})
             try:
                 cache_file.parent.mkdir(parents=True, exist_ok=True)
@@ -557,7 +544,11 @@ def survey(
             f"{bucket.url}: {len(messages):,} of {len(blobs):,} files cannot be used:\n  "
             + "\n  ".join(messages[:SHOWN_FAILURES] + [f"and {more:,} more"] * (more > 0))
         )
-    return [known[key] for key in keys]
+    shards = [
+        Shard(**dataclasses.asdict(blob), **known[key])
+        for blob, key in zip(blobs, keys, strict=True)
+    ]
+    return _with_content(bucket, shards, data)
 
 
 def read_headers(

@@ -138,22 +138,6 @@ def later_stages(data: DataConfig, plan: BatchPlan) -> list[Stage]:
     return sorted(stages, key=lambda stage: stage.begins)
 
 
-def check_epochs(mixture: Mixture, data: DataConfig, plan: BatchPlan, *, steps: int) -> None:
-    """Raise `ShardError` if `steps` take a source beyond its `max_epochs`."""
-    stream = mixture.stream_from(Position())
-    for source, (name, order) in enumerate(mixture.orders.items()):
-        limit = data.mixture[name].max_epochs
-        if limit is None:
-            continue
-        most = math.floor(Fraction(str(limit)) * order.sequences_per_epoch)
-        beyond = stream.number_of_sequence(source, most)
-        if beyond is not None and (step := plan.step_of(beyond)) <= steps:
-            raise ShardError(
-                f"data.mixture.{name} runs out at step {step:,} of {steps:,}: max_epochs={limit:g} "
-                f"allows {most:,} sequences. Lower its weight or run.steps, or raise max_epochs."
-            )
-
-
 def order_sources(
     sources: Sequence[Source],
     data: DataConfig,
@@ -215,8 +199,19 @@ def order_sources(
         named = {str(source.name): order for source, order in zip(sources, orders, strict=True)}
         mixed = Mixture(named, weights=weights, seed=seed)
         mixed.stages += later
-        if steps < ENDLESS_STEPS:
-            check_epochs(mixed, data, plan, steps=steps)
+        stream = mixed.stream_from(Position())
+        for number, (name, order) in enumerate(mixed.orders.items()):
+            limit = data.mixture[name].max_epochs
+            if limit is None or steps >= ENDLESS_STEPS:
+                continue
+            most = math.floor(Fraction(str(limit)) * order.sequences_per_epoch)
+            beyond = stream.number_of_sequence(number, most)
+            if beyond is not None and (step := plan.step_of(beyond)) <= steps:
+                raise ShardError(
+                    f"data.mixture.{name} runs out at step {step:,} of {steps:,}: "
+                    f"max_epochs={limit:g} allows {most:,} sequences. Lower its weight or "
+                    "run.steps, or raise max_epochs."
+                )
     mixed.left_out = data.skipped_sequences
     return mixed
 
@@ -329,14 +324,10 @@ def validation_fingerprint(
     """Identify all that decides a validation loss besides the model; empty without a sequence."""
     held_out = []
     for source in sources:
-        sequences: dict[int, list[int]] = {}
-        located = source.validation
-        for shard, sequence in zip(
-            located.shards.tolist(), located.sequences.tolist(), strict=True
-        ):
-            sequences.setdefault(shard, []).append(sequence)
+        shards, sequences = source.validation.shards, source.validation.sequences
         held_out += [
-            [manifest.shards[i].fingerprint_row(), sequences[i]] for i in sorted(sequences)
+            [manifest.shards[shard].fingerprint_row(), sequences[shards == shard].tolist()]
+            for shard in np.unique(shards).tolist()
         ]
     text = json.dumps([sequence_length, document_id, held_out])
     return hashlib.sha256(text.encode()).hexdigest()[:16] if held_out else ""

@@ -1,7 +1,6 @@
 """Where tokenization tasks run: processes of this machine, of a SLURM job, or a Ray cluster."""
 
 import contextlib
-import dataclasses
 import functools
 import multiprocessing
 import os
@@ -35,16 +34,14 @@ _POLL_SECONDS = 0.1
 _BLOCK_BYTES = 8 * 1024 * 1024
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class TaskPool:
-    """Runs tasks; `submit` returns how to wait for a task, whose files are then in the folder."""
-
-    submit: Callable[[int, tuple[Span, ...]], Callable[[], TaskResult]]
-    workers: int  # tasks that run at a time
+# `submit`, which returns how to wait for a task, whose files are then in the folder; and how many
+# tasks run at a time.
+Tasks = tuple[Callable[[int, tuple[Span, ...]], Callable[[], TaskResult]], int]
+Pool = contextlib.AbstractContextManager[Tasks]
 
 
 @contextlib.contextmanager
-def local_pool(request: TokenizeRequest, folder: Path, workers: int) -> Iterator[TaskPool]:
+def local_pool(request: TokenizeRequest, folder: Path, workers: int) -> Iterator[Tasks]:
     """Start processes; an error ends them after their present document."""
     # Forked processes would inherit threads and the bucket's connections.
     context = multiprocessing.get_context("spawn")
@@ -53,7 +50,7 @@ def local_pool(request: TokenizeRequest, folder: Path, workers: int) -> Iterator
         workers, context, initializer=start_worker, initargs=(request, folder, stopping)
     )
     try:
-        yield TaskPool(lambda *task: pool.submit(run_task, *task).result, workers)
+        yield lambda *task: pool.submit(run_task, *task).result, workers
     finally:
         stopping.set()
         pool.shutdown(wait=True, cancel_futures=True)
@@ -103,10 +100,10 @@ class SharedTasks:
 
 
 @contextlib.contextmanager
-def shared_pool(request: TokenizeRequest, folder: Path, _workers: int) -> Iterator[TaskPool]:
+def shared_pool(request: TokenizeRequest, folder: Path, _workers: int) -> Iterator[Tasks]:
     """Use the tasks that other processes run in the folder, and run those that nobody does."""
     tasks = SharedTasks(request, folder)
-    yield TaskPool(lambda *task: functools.partial(tasks.wait, *task), 1)
+    yield lambda *task: functools.partial(tasks.wait, *task), 1
 
 
 def stream_task(
@@ -128,7 +125,7 @@ def stream_task(
 
 
 @contextlib.contextmanager
-def ray_pool(request: TokenizeRequest, folder: Path, _workers: int) -> Iterator[TaskPool]:
+def ray_pool(request: TokenizeRequest, folder: Path, _workers: int) -> Iterator[Tasks]:
     """Join the Ray cluster of RAY_ADDRESS or of this machine; if there is none, start one here.
 
     Each task's files arrive in a thread of this process as soon as the task ends, so a lost host
@@ -154,7 +151,7 @@ def ray_pool(request: TokenizeRequest, folder: Path, _workers: int) -> Iterator[
     threads = ThreadPoolExecutor(2 * workers)
     transfers = _RayTransfers(ray, request, folder)
     try:
-        yield TaskPool(lambda *task: threads.submit(transfers.run, *task).result, workers)
+        yield lambda *task: threads.submit(transfers.run, *task).result, workers
     finally:
         threads.shutdown(wait=False, cancel_futures=True)
         transfers.cancel()

@@ -8,9 +8,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -19,13 +18,7 @@ from refocused.bucket.partial_files import disk_errors
 from refocused.data.formats.object_names import MANIFEST_NAME
 from refocused.data.formats.token_layout import element_type
 from refocused.data.manifest.shard_manifest import Manifest
-from refocused.prepare.texts.task_pools import (
-    SharedTasks,
-    TaskPool,
-    local_pool,
-    ray_pool,
-    shared_pool,
-)
+from refocused.prepare.texts.task_pools import Pool, SharedTasks, local_pool, ray_pool, shared_pool
 from refocused.prepare.texts.text_documents import sampled_texts
 from refocused.prepare.texts.text_inputs import Task, TextFile, plan_tasks
 from refocused.prepare.texts.tokenize_worker import (
@@ -176,12 +169,9 @@ def _checked_round_trip(
         return tuple(notes)  # bytes come back
     tasks, others = plan_tasks(inputs), list[str]()
     tasks = tasks[:: -(-len(tasks) // SAMPLED_TASKS) or 1]
-    chosen: dict[str, Any] = {
-        "most_bytes": SAMPLE_BYTES,
-        "held_out": others,
-        "progress": lambda *_: None,
-    }
-    sample = list(sampled_texts(tasks, request.reading, **chosen))
+    sample = sampled_texts(
+        tasks, request.reading, most_bytes=SAMPLE_BYTES, held_out=others, progress=lambda *_: None
+    )
     share, findings = tokenizer.round_trip([*sample, *others])
     name = f"tokenizer {request.tokenizer.name}"
     if share > request.max_loss:
@@ -233,19 +223,19 @@ def _recipe(
 
 
 def _results(
-    pool: AbstractContextManager[TaskPool], work: Path, tasks: Sequence[Task], first: int
+    pool: Pool, work: Path, tasks: Sequence[Task], first: int
 ) -> Iterator[tuple[int, TaskResult]]:
     """Yield the results of tasks in order; twice as many as workers are submitted ahead."""
     numbers = range(first, len(tasks))
-    with pool as running:
+    with pool as (submit, workers):
 
         def start(number: int) -> Callable[[], TaskResult]:
             known = read_result(work, number)
             if known is not None:
                 return lambda: known
-            return running.submit(number, tasks[number].spans)
+            return submit(number, tasks[number].spans)
 
-        ahead = 2 * running.workers
+        ahead = 2 * workers
         waiting = [start(number) for number in numbers[:ahead]]
         for number in numbers:
             if number + ahead < len(tasks):
