@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cache_site import OBJECT_BYTES, Site, shard_tokens
+from cache_site import OBJECT_BYTES, shard_tokens
 from power_cut import Disk
 from ranks import until
 from shard_samples import WatchedBucket, cache_of, npy_bytes, npz_bytes, opened, pt_bytes, settings
@@ -22,7 +22,7 @@ from refocused.system.errors import ShardError
 
 
 @pytest.fixture(autouse=True)
-def _small_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+def _small_ranges(monkeypatch):
     monkeypatch.setattr(shard_download, "MIN_RANGE_BYTES", 100)
 
 
@@ -30,7 +30,7 @@ def ranges_of(bucket: WatchedBucket, name: str) -> list[int]:
     return [size for read, size in bucket.reads if read == name]
 
 
-def test_what_is_needed_first_comes_by_ranges_over_all_threads(site: Site) -> None:
+def test_what_is_needed_first_comes_by_ranges_over_all_threads(site):
     cache = site.cache(fetch_threads=4)
     site.bucket.reads.clear()  # those of the manifest
     assert np.array_equal(opened(cache, 3), shard_tokens(3))
@@ -39,7 +39,7 @@ def test_what_is_needed_first_comes_by_ranges_over_all_threads(site: Site) -> No
     assert {path.name for path in site.folder.glob("incoming/*/*")} == {RESERVED}
 
 
-def test_later_shards_are_downloaded_whole_and_the_last_one_by_all_threads(site: Site) -> None:
+def test_later_shards_are_downloaded_whole_and_the_last_one_by_all_threads(site):
     cache = site.cache(fetch_threads=2)
     cache.plan(range(10))
     until(lambda: cache.progress().get("shards_ready") == 10)
@@ -49,9 +49,7 @@ def test_later_shards_are_downloaded_whole_and_the_last_one_by_all_threads(site:
         assert np.array_equal(opened(cache, index), shard_tokens(index))
 
 
-def test_ranges_of_different_versions_are_downloaded_again_as_a_whole(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranges_of_different_versions_are_downloaded_again_as_a_whole(site, monkeypatch):
     cache = site.cache()
     monkeypatch.setattr(site.bucket, "read", lambda name, *, start, length: b"\1" * length)
     assert np.array_equal(opened(cache, 0), shard_tokens(0))
@@ -59,9 +57,7 @@ def test_ranges_of_different_versions_are_downloaded_again_as_a_whole(
 
 
 @pytest.mark.parametrize("threads", [1, 4], ids=["whole", "by ranges"])
-def test_local_shards_survive_a_power_cut(
-    site: Site, threads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_local_shards_survive_a_power_cut(site, threads, monkeypatch):
     tokens = shard_tokens(3).astype(np.uint16)  # of the local form: moved, not converted
     site.bucket.put("a/t_3.npy", npy_bytes(tokens))
     disk = Disk(monkeypatch)
@@ -90,9 +86,7 @@ def in_folder(tmp_path: Path, files: dict[str, bytes]) -> ShardCache:
     return cache_of(DirectoryBucket(source), tmp_path / "cache")
 
 
-def test_a_local_file_is_converted_in_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_local_file_is_converted_in_place(tmp_path, monkeypatch):
     downloads = []
     download = DirectoryBucket.download
 
@@ -111,9 +105,7 @@ def test_a_local_file_is_converted_in_place(
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["a file", "a chunk of a pack"])
-def test_a_file_that_changes_while_it_is_converted_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, packed: bool
-) -> None:
+def test_a_file_that_changes_while_it_is_converted_is_named(tmp_path, monkeypatch, caplog, packed):
     files = {"a.npz": npz_bytes(tokens=shard_tokens(0))}
     if packed:
         files = {f"chunk_00000{n}.pt": pt_bytes(torch.arange(50)) for n in range(2)}
@@ -156,9 +148,7 @@ def ids(values: list[int], dtype: type = np.int64) -> bytes:
     return npy_bytes(np.array(values, dtype))
 
 
-def test_ids_that_are_probably_no_tokens_are_warned_of(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_ids_that_are_probably_no_tokens_are_warned_of(tmp_path, caplog):
     converted(tmp_path, ids([5] * 700 + [1] * 300), "a.npy", 1000)
     assert "a.npy: 70% of its first 1,000 ids are 5. If it is padding" in caplog.text
 
@@ -172,9 +162,7 @@ ROWS = npz_bytes(
     ("vocabulary", "stored", "local"),
     [(65_536, "uint32", "uint16"), (65_537, "uint32", "uint32"), (65_537, "uint16", "uint16")],
 )
-def test_the_type_is_as_narrow_as_file_or_vocabulary_allow(
-    tmp_path: Path, vocabulary: int, stored: str, local: str
-) -> None:
+def test_the_type_is_as_narrow_as_file_or_vocabulary_allow(tmp_path, vocabulary, stored, local):
     content = ids([1, 65_000], np.int64 if stored == "uint32" else np.uint16)
     tokens, max_id = converted(tmp_path, content, "a.npy", 2, vocabulary, stored)
     assert (tokens.tolist(), tokens.dtype, max_id) == ([1, 65_000], local, 65_000)
@@ -196,35 +184,33 @@ def test_the_type_is_as_narrow_as_file_or_vocabulary_allow(
     ],
 )
 def test_ids_and_numbers_that_do_not_fit_are_refused(
-    tmp_path: Path, dtype: type, values: list[int], tokens: int, vocabulary: int, said: str
-) -> None:
+    tmp_path, dtype, values, tokens, vocabulary, said
+):
     with pytest.raises(ShardError, match=said):
         converted(tmp_path, ids(values, dtype), "a.npy", tokens, vocabulary)
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64, np.uint32])
-def test_an_id_too_large_for_the_type_in_the_manifest_is_refused(
-    tmp_path: Path, dtype: type
-) -> None:
+def test_an_id_too_large_for_the_type_in_the_manifest_is_refused(tmp_path, dtype):
     with pytest.raises(
         ShardError, match=r"a\.npy: it holds the id 70,000, but manifest\.json says"
     ):
         converted(tmp_path, ids([1, 70_000], dtype), "a.npy", 2, 100_000, "uint16")
 
 
-def test_a_manifest_that_does_not_say_how_its_rows_are_read_is_refused(tmp_path: Path) -> None:
+def test_a_manifest_that_does_not_say_how_its_rows_are_read_is_refused(tmp_path):
     with pytest.raises(ShardError, match="Write the manifest again"):
         converted(tmp_path, ROWS, "a.npz", 4, separator_id=9)
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def path(tmp_path_factory):
     path = tmp_path_factory.mktemp("shard") / "x.npy"
     np.save(path, np.arange(1000, dtype=np.uint16))
     return path
 
 
-def test_a_file_cut_while_it_is_open_is_an_error_and_no_signal(tmp_path: Path) -> None:
+def test_a_file_cut_while_it_is_open_is_an_error_and_no_signal(tmp_path):
     path = tmp_path / "x.npy"
     np.save(path, np.arange(100_000, dtype=np.uint32))
     file = TokenFile(path, name="some/x.npy")
@@ -233,7 +219,7 @@ def test_a_file_cut_while_it_is_open_is_an_error_and_no_signal(tmp_path: Path) -
         file.read_into(np.empty(99_999, np.uint32), first=1)
 
 
-def test_a_disk_that_fails_is_named(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_fails_is_named(path, monkeypatch):
     def fail(*_: object) -> int:
         raise OSError(5, "Input/output error")
 
@@ -243,7 +229,7 @@ def test_a_disk_that_fails_is_named(path: Path, monkeypatch: pytest.MonkeyPatch)
         file.read_into(np.empty(3, np.uint16), first=1)
 
 
-def test_unreferenced_files_are_closed(path: Path) -> None:
+def test_unreferenced_files_are_closed(path):
     def opened() -> int:  # of this file alone: garbage of other tests is closed at any time
         links = (link for link in Path("/proc/self/fd").iterdir() if link.is_symlink())
         return sum(os.path.realpath(link) == str(path.resolve()) for link in links)

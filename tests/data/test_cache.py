@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from cache_site import OBJECT_BYTES, SHARD_BYTES, SHARDS, VOCABULARY, Site, shard_tokens
+from cache_site import OBJECT_BYTES, SHARD_BYTES, SHARDS, VOCABULARY, shard_tokens
 from ranks import until
 from shard_samples import npy_bytes, npz_bytes, opened, settings
 
@@ -23,7 +23,7 @@ from refocused.data.manifest.shard_manifest import build_manifest
 from refocused.system.errors import ShardError
 
 
-def test_open_files_are_limited(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_open_files_are_limited(site, monkeypatch):
     monkeypatch.setattr("refocused.data.cache.cache.MAX_OPEN_FILES", 3)
     cache = site.cache()
     cache.plan(range(SHARDS))
@@ -32,7 +32,7 @@ def test_open_files_are_limited(site: Site, monkeypatch: pytest.MonkeyPatch) -> 
     assert np.array_equal(opened(cache, 5), shard_tokens(5))
 
 
-def test_the_plan_is_fetched_in_order_of_use_and_progress_counts_it(site: Site) -> None:
+def test_the_plan_is_fetched_in_order_of_use_and_progress_counts_it(site):
     site.bucket.blocked = threading.Event()
     cache = site.cache(fetch_threads=1)
     until(lambda: "shards_local" in cache.progress())
@@ -48,7 +48,7 @@ def test_the_plan_is_fetched_in_order_of_use_and_progress_counts_it(site: Site) 
     assert site.cache(fetches=False).progress() == {"shards_total": SHARDS}
 
 
-def test_what_is_waited_for_overtakes_the_plan(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_waited_for_overtakes_the_plan(site, monkeypatch):
     site.bucket.blocked = threading.Event()
     cache = site.cache(fetch_threads=1)
     cache.plan(range(9))
@@ -69,7 +69,7 @@ def test_what_is_waited_for_overtakes_the_plan(site: Site, monkeypatch: pytest.M
     assert site.bucket.downloads.index("a/t_9.npy") == 1
 
 
-def test_the_limit_holds_while_ten_shards_pass_through_room_for_three(site: Site) -> None:
+def test_the_limit_holds_while_ten_shards_pass_through_room_for_three(site):
     cache = site.cache(disk_limit_gb=(3.5 * SHARD_BYTES + OBJECT_BYTES) / 1e9)
     evicted = cache.open(0)
     for first, second in itertools.pairwise(range(SHARDS)):
@@ -85,9 +85,7 @@ def test_the_limit_holds_while_ten_shards_pass_through_room_for_three(site: Site
 
 
 @pytest.mark.parametrize("threads", [1, 8])
-def test_the_limit_holds_for_what_is_on_its_way_too(
-    site: Site, monkeypatch: pytest.MonkeyPatch, threads: int
-) -> None:
+def test_the_limit_holds_for_what_is_on_its_way_too(site, monkeypatch, threads):
     limit, most = 5 * SHARD_BYTES + OBJECT_BYTES, 0
     convert = shard_download.write_local_form
 
@@ -111,7 +109,7 @@ def test_the_limit_holds_for_what_is_on_its_way_too(
     assert OBJECT_BYTES < most <= limit
 
 
-def test_pinned_shards_outlive_every_plan(site: Site) -> None:
+def test_pinned_shards_outlive_every_plan(site):
     cache = site.cache(disk_limit_gb=(2 * SHARD_BYTES + OBJECT_BYTES) / 1e9)
     cache.pin([9])
     for index in range(4):
@@ -121,7 +119,7 @@ def test_pinned_shards_outlive_every_plan(site: Site) -> None:
     assert site.bucket.downloads.count("a/t_9.npy") == 1
 
 
-def test_a_limit_below_the_plan_is_refused_with_the_numbers(site: Site) -> None:
+def test_a_limit_below_the_plan_is_refused_with_the_numbers(site):
     cache = site.cache(disk_limit_gb=(2 * SHARD_BYTES + OBJECT_BYTES) / 1e9)
     cache.plan([0])
     cache.pin([9])
@@ -133,9 +131,7 @@ def test_a_limit_below_the_plan_is_refused_with_the_numbers(site: Site) -> None:
 
 
 @pytest.mark.slow
-def test_without_a_limit_old_shards_make_room_on_a_full_disk_until_none_is_left(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_limit_old_shards_make_room_on_a_full_disk_until_none_is_left(site, monkeypatch):
     cache = site.cache()
     cache.plan([0, 1])
     until(lambda: cache.progress().get("shards_ready") == 2)
@@ -153,7 +149,7 @@ def test_without_a_limit_old_shards_make_room_on_a_full_disk_until_none_is_left(
         cache.open(3)
 
 
-def test_a_file_without_its_row_is_not_trusted(site: Site) -> None:
+def test_a_file_without_its_row_is_not_trusted(site):
     cache = site.cache()
     cache.open(5)
     cache.close()
@@ -175,8 +171,8 @@ DAMAGES = {
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("fetches", [True, False], ids=["the fetcher", "another rank"])
 def test_damage_of_the_same_size_is_found_at_the_first_opening_and_fetched_again(
-    site: Site, damage: str, fetches: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+    site, damage, fetches, caplog
+):
     first = site.cache()
     for index in (4, 5):
         first.open(index)
@@ -193,9 +189,7 @@ def test_damage_of_the_same_size_is_found_at_the_first_opening_and_fetched_again
     assert [text.startswith(named) for text in said] == [True] * (damage != "truncated")
 
 
-def test_a_copy_that_is_damaged_whenever_it_was_fetched_ends_in_the_disks_name(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_copy_that_is_damaged_whenever_it_was_fetched_ends_in_the_disks_name(site, monkeypatch):
     publish = LocalShards.publish
 
     def publish_on_a_bad_disk(local: LocalShards, index: int, *others: Any, **named: Any) -> None:
@@ -208,9 +202,7 @@ def test_a_copy_that_is_damaged_whenever_it_was_fetched_ends_in_the_disks_name(
     assert site.bucket.downloads == ["a/t_5.npy"] * 3
 
 
-def test_a_second_start_fetches_nothing_and_verifies_a_copy_once(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_start_fetches_nothing_and_verifies_a_copy_once(site, monkeypatch):
     with site.cache() as first:
         first.plan(range(4))
         until(lambda: first.progress().get("shards_ready") == 4)
@@ -231,7 +223,7 @@ def test_a_second_start_fetches_nothing_and_verifies_a_copy_once(
     assert read == [site.local_file(2)]
 
 
-def test_data_that_is_read_otherwise_has_files_of_its_own(site: Site) -> None:
+def test_data_that_is_read_otherwise_has_files_of_its_own(site):
     rows = np.array([[1, 2], [3, 0]], np.int32)
     site.bucket.put("a/rows.npz", npz_bytes(input_ids=rows, sequence_lengths=np.array([2, 1])))
     for separator in (7, 8):  # side by side: neither waits for the other
@@ -249,9 +241,7 @@ def test_data_that_is_read_otherwise_has_files_of_its_own(site: Site) -> None:
     ("content", "said"),
     [(npy_bytes(shard_tokens(0)[::-1]), "the object in .* changed"), (None, "the object is gone")],
 )
-def test_an_object_that_changed_or_went_is_named(
-    site: Site, content: bytes | None, said: str
-) -> None:
+def test_an_object_that_changed_or_went_is_named(site, content, said):
     cache = site.cache()
     if content is None:
         (site.bucket.folder / "a/t_0.npy").unlink()
@@ -262,9 +252,7 @@ def test_an_object_that_changed_or_went_is_named(
 
 
 @pytest.mark.parametrize("threads", [1, 4], ids=["whole", "by ranges"])
-def test_a_disk_that_is_full_for_a_while_ends_nothing(
-    site: Site, monkeypatch: pytest.MonkeyPatch, threads: int
-) -> None:
+def test_a_disk_that_is_full_for_a_while_ends_nothing(site, monkeypatch, threads):
     monkeypatch.setattr("refocused.data.cache.shard_download.MIN_RANGE_BYTES", 100)
     full, plain = [1] * 3, Path.open
 
@@ -279,7 +267,7 @@ def test_a_disk_that_is_full_for_a_while_ends_nothing(
     assert not full
 
 
-def test_a_manifest_that_names_such_an_id_is_refused_at_the_start(site: Site) -> None:
+def test_a_manifest_that_names_such_an_id_is_refused_at_the_start(site):
     data = settings()
     manifest = build_manifest(site.bucket, data, cache_file=None)
     object.__setattr__(manifest.shards[3], "max_id", VOCABULARY)
@@ -290,7 +278,7 @@ def test_a_manifest_that_names_such_an_id_is_refused_at_the_start(site: Site) ->
 
 @pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 2), (64, 8)])
 def test_a_folder_is_read_by_a_thread_a_core_and_a_store_by_as_many_as_are_set(
-    cores: int, threads: int, tmp_path: Path
-) -> None:
+    cores, threads, tmp_path
+):
     assert threads_for([DirectoryBucket(tmp_path)], 8, cores=cores) == threads
     assert threads_for([cast("Bucket", object())], 8, cores=cores) == 8

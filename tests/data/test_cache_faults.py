@@ -1,7 +1,7 @@
 """Every fault of a network and a store between `ShardCache` and the emulator, end to end."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -73,9 +73,7 @@ class FaultySite(Site):
 
 
 @pytest.fixture
-def site(
-    emulator: Emulator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[FaultySite]:
+def site(emulator, tmp_path, monkeypatch):
     monkeypatch.setitem(ONCE, "timeout", (2.0, 1.0))
     monkeypatch.setattr(cache_module, "RETRY", Retry(max_wait_s=0.05))
     site = FaultySite(emulator, tmp_path)
@@ -133,7 +131,7 @@ SURVIVED: dict[str, tuple[Script, int]] = {
 
 
 @pytest.mark.parametrize("fault", SURVIVED)
-def test_the_tokens_are_right_and_nothing_is_fetched_twice(site: FaultySite, fault: str) -> None:
+def test_the_tokens_are_right_and_nothing_is_fetched_twice(site, fault):
     script, downloads = SURVIVED[fault]
     cache = site.cache(fetch_threads=1)
     for when, what, times in script:
@@ -144,9 +142,7 @@ def test_the_tokens_are_right_and_nothing_is_fetched_twice(site: FaultySite, fau
 
 
 @pytest.mark.parametrize("range_bytes", [2000, shard_download.MIN_RANGE_BYTES])
-def test_many_threads_through_many_faults(
-    site: FaultySite, monkeypatch: pytest.MonkeyPatch, range_bytes: int
-) -> None:
+def test_many_threads_through_many_faults(site, monkeypatch, range_bytes):
     monkeypatch.setattr(shard_download, "MIN_RANGE_BYTES", range_bytes)
     cache = site.cache(fetch_threads=8)
     for fault in (
@@ -162,9 +158,7 @@ def test_many_threads_through_many_faults(
 
 
 @pytest.mark.parametrize("strip", [frozenset(), NO_HASH], ids=["with a hash", "without a hash"])
-def test_a_shard_corrupt_for_good_stops_with_both_checksums_before_its_data(
-    site: FaultySite, strip: frozenset[str]
-) -> None:
+def test_a_shard_corrupt_for_good_stops_with_both_checksums_before_its_data(site, strip):
     cache = site.cache()
     site.proxy.script(names_shard(2), Fault(flip_byte=5, strip_headers=strip), times=10**6)
     with pytest.raises(ShardError) as raised:
@@ -178,9 +172,7 @@ def test_a_shard_corrupt_for_good_stops_with_both_checksums_before_its_data(
 
 
 @pytest.mark.parametrize("status", [400, 401, 412])
-def test_a_download_that_is_always_refused_is_named_with_the_status(
-    site: FaultySite, status: int
-) -> None:
+def test_a_download_that_is_always_refused_is_named_with_the_status(site, status):
     cache = site.cache(fetch_timeout_s=1.5)
     site.proxy.script(names_shard(1), Fault(status=status), times=10**6)
     with pytest.raises(
@@ -194,9 +186,7 @@ def test_a_download_that_is_always_refused_is_named_with_the_status(
     [*(Fault(status=status) for status in (401, 404, 408, 503)), Fault(lose_reply=True)],
     ids=["401", "404", "408", "503", "lost"],
 )
-def test_an_unreachable_store_is_retried_then_reported_with_the_last_failure(
-    site: FaultySite, fault: Fault
-) -> None:
+def test_an_unreachable_store_is_retried_then_reported_with_the_last_failure(site, fault):
     cache = site.cache(fetch_timeout_s=1.5)
     site.proxy.script(lambda request: True, fault, times=10**6)
     with pytest.raises(ShardError, match=r"t_0\.npy: .*nothing has been fetched.*last failure: "):
@@ -205,9 +195,7 @@ def test_an_unreachable_store_is_retried_then_reported_with_the_last_failure(
 
 @pytest.mark.parametrize("fault", [Fault(status=503), Fault(status=404), Fault(reply=GARBLED)])
 @pytest.mark.parametrize("metadata", ["too", "work"])
-def test_an_outage_during_which_shards_are_fetched_ahead_costs_nothing(
-    site: FaultySite, fault: Fault, metadata: str
-) -> None:
+def test_an_outage_during_which_shards_are_fetched_ahead_costs_nothing(site, fault, metadata):
     cache = site.cache(fetch_timeout_s=60.0)
     assert np.array_equal(opened(cache, 0), shard_tokens(0))
     is_down = [True]

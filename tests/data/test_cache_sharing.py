@@ -4,7 +4,6 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +18,7 @@ from refocused.data.cache.local_shards import LocalShards, ShardLocks
 from refocused.system.errors import ShardError
 
 
-def test_ranks_that_do_not_fetch_share_one_download(site: Site) -> None:
+def test_ranks_that_do_not_fetch_share_one_download(site):
     fetcher = site.cache()
     readers = [site.cache(fetches=False) for _ in range(3)]
     results: list[bool] = []
@@ -37,7 +36,7 @@ def test_ranks_that_do_not_fetch_share_one_download(site: Site) -> None:
     assert sorted(site.bucket.downloads) == [f"a/t_{i}.npy" for i in range(4)]
 
 
-def test_a_rank_that_does_not_fetch_waits_for_the_plan_of_another(site: Site) -> None:
+def test_a_rank_that_does_not_fetch_waits_for_the_plan_of_another(site):
     fetcher = site.cache(disk_limit_gb=(SHARD_BYTES + OBJECT_BYTES) / 1e9)
     reader = site.cache(fetches=False)
     for index in range(5):  # each takes the place of the one before
@@ -46,7 +45,7 @@ def test_a_rank_that_does_not_fetch_waits_for_the_plan_of_another(site: Site) ->
     assert site.bucket.downloads == [f"a/t_{index}.npy" for index in range(5)]
 
 
-def test_a_rank_that_does_not_fetch_fetches_what_nobody_does(site: Site) -> None:
+def test_a_rank_that_does_not_fetch_fetches_what_nobody_does(site):
     site.cache().plan([1])
     reader = site.cache(fetches=False)
     reader.plan([0, 1, 2])
@@ -55,7 +54,7 @@ def test_a_rank_that_does_not_fetch_fetches_what_nobody_does(site: Site) -> None
     assert sorted(site.bucket.downloads) == ["a/t_0.npy", "a/t_1.npy"]
 
 
-def test_data_sets_share_shards_and_one_limit(site: Site) -> None:
+def test_data_sets_share_shards_and_one_limit(site):
     room = 4 * SHARD_BYTES + OBJECT_BYTES
     limit = room / 1e9
 
@@ -82,7 +81,7 @@ def test_data_sets_share_shards_and_one_limit(site: Site) -> None:
     assert used() <= room
 
 
-def test_the_same_files_in_a_mixture_are_not_fetched_again(site: Site) -> None:
+def test_the_same_files_in_a_mixture_are_not_fetched_again(site):
     with site.cache(include=["t_0.npy"]) as alone:
         alone.open(0)
     sources = {"web": {"source": "x", "weight": 1}}
@@ -92,7 +91,7 @@ def test_the_same_files_in_a_mixture_are_not_fetched_again(site: Site) -> None:
     assert site.bucket.downloads == ["a/t_0.npy"]
 
 
-def test_what_other_processes_reserve_counts_for_the_limit(site: Site) -> None:
+def test_what_other_processes_reserve_counts_for_the_limit(site):
     limit = {"disk_limit_gb": (2 * SHARD_BYTES + OBJECT_BYTES) / 1e9}
     site.bucket.blocked = threading.Event()
     first, second = site.cache(**limit), site.cache(include=["t_5.npy"], **limit)
@@ -106,7 +105,7 @@ def test_what_other_processes_reserve_counts_for_the_limit(site: Site) -> None:
     assert np.array_equal(opened(first, 0), shard_tokens(0))
 
 
-def test_a_failure_reaches_all_ranks_that_need_the_shard_and_ends_with_the_run(site: Site) -> None:
+def test_a_failure_reaches_all_ranks_that_need_the_shard_and_ends_with_the_run(site):
     site.bucket.corrupt.add("a/t_2.npy")
     fetcher, reader = site.cache(), site.cache(fetches=False)
     fetcher.plan([2, 3])
@@ -118,9 +117,7 @@ def test_a_failure_reaches_all_ranks_that_need_the_shard_and_ends_with_the_run(s
     assert np.array_equal(opened(site.cache(), 2), shard_tokens(2))
 
 
-def test_a_defect_in_a_thread_reaches_the_owner(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_defect_in_a_thread_reaches_the_owner(site, monkeypatch):
     def defect(*arguments: object, **named: object) -> None:
         raise ZeroDivisionError("a defect")
 
@@ -129,7 +126,7 @@ def test_a_defect_in_a_thread_reaches_the_owner(
         site.cache().open(0)
 
 
-def test_two_runs_in_one_folder_fetch_each_shard_once(site: Site) -> None:
+def test_two_runs_in_one_folder_fetch_each_shard_once(site):
     first, second = site.cache(), site.cache()
     for cache in (first, second):
         cache.plan(range(5))
@@ -184,14 +181,14 @@ class Child:
 
 
 @pytest.fixture
-def child(site: Site) -> Iterator[Child]:
+def child(site):
     child = Child(site)
     yield child
     child.process.kill()
     child.process.communicate()
 
 
-def test_what_a_killed_process_was_fetching_is_fetched_by_another(site: Site, child: Child) -> None:
+def test_what_a_killed_process_was_fetching_is_fetched_by_another(site, child):
     reader = site.cache(fetches=False)
     assert np.array_equal(opened(reader, 0), shard_tokens(0))  # brought by the other process
     child.send_when_stuck(signal.SIGKILL)
@@ -204,7 +201,7 @@ def test_what_a_killed_process_was_fetching_is_fetched_by_another(site: Site, ch
     assert not list(site.folder.glob("incoming/*"))
 
 
-def test_a_process_that_hangs_in_a_download_ends_the_wait_in_time(site: Site, child: Child) -> None:
+def test_a_process_that_hangs_in_a_download_ends_the_wait_in_time(site, child):
     reader = site.cache(fetches=False, fetch_timeout_s=2.5)
     reader.open(0)
     child.send_when_stuck(signal.SIGSTOP)
@@ -212,7 +209,7 @@ def test_a_process_that_hangs_in_a_download_ends_the_wait_in_time(site: Site, ch
         reader.open(1)
 
 
-def test_locks_are_named_and_held_together_or_alone(tmp_path: Path) -> None:
+def test_locks_are_named_and_held_together_or_alone(tmp_path):
     first, second = (ShardLocks(tmp_path / "locks") for _ in range(2))
     assert first.acquire("use a", shared=True) and second.acquire("use a", shared=True)
     assert not first.acquire("use a") and not first.is_free("use a")
@@ -222,9 +219,7 @@ def test_locks_are_named_and_held_together_or_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("step", [3600.0, -3600.0])
-def test_a_stepped_clock_ends_no_wait(
-    site: Site, monkeypatch: pytest.MonkeyPatch, step: float
-) -> None:
+def test_a_stepped_clock_ends_no_wait(site, monkeypatch, step):
     site.bucket.blocked = threading.Event()
     site.cache().plan([4])
     until(lambda: site.bucket.downloads)
@@ -243,9 +238,7 @@ def test_a_stepped_clock_ends_no_wait(
     assert np.array_equal(opened(reader, 4), shard_tokens(4))
 
 
-def test_a_killed_fetcher_leaves_no_wrong_shard_and_no_right_one_is_fetched_again(
-    tmp_path: Path,
-) -> None:
+def test_a_killed_fetcher_leaves_no_wrong_shard_and_no_right_one_is_fetched_again(tmp_path):
     report = report_of("data.fetcher_kills:Fetches", tmp_path, kills=30, seed=1)
     assert report["interrupted"] > 0  # the kills met downloads and conversions halfway
     assert report["ranged"] > 0  # and shards that come by ranges

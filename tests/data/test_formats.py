@@ -103,13 +103,11 @@ def rows(**arrays: Any) -> bytes:
         case("llm.c's magic", "f.bin", llm_c_bytes([7, 8, 9]), [7, 8, 9], dtype="int64"),
     ],
 )
-def test_every_form_gives_its_tokens(
-    name: str, content: bytes, tokens: list[int], data: dict[str, Any]
-) -> None:
+def test_every_form_gives_its_tokens(name, content, tokens, data):
     assert tokens_of(content, name, **data) == tokens
 
 
-def test_separators_are_right_across_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_separators_are_right_across_blocks(monkeypatch):
     monkeypatch.setattr("refocused.data.formats.token_blocks.BLOCK_IDS", 4)
     content = npz_bytes(input_ids=ROWS[[2, 0, 1, 3]], sequence_lengths=LENGTHS[[2, 0, 1, 3]])
     assert tokens_of(content, "a.npz", separator_id=99) == SEPARATED
@@ -209,9 +207,7 @@ def refused(content: bytes, name: str, **changes: object) -> str:
 
 
 @pytest.mark.parametrize(("name", "content", "data", "said"), REFUSED)
-def test_unsupported_files_are_refused_by_name(
-    name: str, content: bytes, data: dict[str, Any], said: str
-) -> None:
+def test_unsupported_files_are_refused_by_name(name, content, data, said):
     assert said in refused(content, name, **data)
 
 
@@ -225,7 +221,7 @@ SAMPLES = {
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-def test_a_truncated_file_is_always_a_named_error(name: str) -> None:
+def test_a_truncated_file_is_always_a_named_error(name):
     content = SAMPLES[name]
     for length in range(0, len(content), max(len(content) // 60, 1)):
         refused(content[:length], name)
@@ -241,7 +237,7 @@ class Finalized:
         sum(range(50))
 
 
-def test_headers_are_read_in_several_threads_at_once() -> None:
+def test_headers_are_read_in_several_threads_at_once():
     """Found: on Python 3.11 a run ended with SystemError, AST constructor recursion depth."""
     content = npy_bytes(np.arange(5, dtype=np.uint16))
 
@@ -266,7 +262,7 @@ def test_headers_are_read_in_several_threads_at_once() -> None:
 WIDE = np.random.default_rng(0).integers(0, 128_000, 4000)
 
 
-def test_llama_3_files_of_llm_c_have_four_bytes_an_id() -> None:
+def test_llama_3_files_of_llm_c_have_four_bytes_an_id():
     header = struct.pack("<3i", 20240801, 7, len(WIDE)).ljust(1024, b"\0")
     content = header + WIDE.astype("<u4").tobytes()
     assert tokens_of(content, "f.bin", dtype="uint16") == WIDE.tolist()
@@ -287,14 +283,14 @@ def test_llama_3_files_of_llm_c_have_four_bytes_an_id() -> None:
         ),
     ],
 )
-def test_bytes_that_are_not_ids_are_refused(content: bytes, dtype: str, said: str) -> None:
+def test_bytes_that_are_not_ids_are_refused(content, dtype, said):
     content += bytes(-len(content) % 8)
     with pytest.raises(ShardError, match=f"f.bin: .*{said}"):
         tokens_of(content, "f.bin", dtype=dtype)
 
 
 @pytest.mark.parametrize("name", ["f.bin", "f.npy"])
-def test_ids_that_only_begin_as_gzip_does_are_read(name: str) -> None:
+def test_ids_that_only_begin_as_gzip_does_are_read(name):
     ids = np.array([0x8B1F, 7, *range(1000)], "<u2")
     content = ids.tobytes() if name == "f.bin" else npy_bytes(ids)
     assert tokens_of(content, name, dtype="uint16") == ids.tolist()

@@ -14,7 +14,7 @@ from ranks import until
 from refocused.config.batch_plan import BatchPlan
 from refocused.data.loader import batch as batch_module
 from refocused.data.loader.batch import IGNORED_LABEL, Batch, BatchReader
-from refocused.data.loader.loader import STEPS_READY, Loader, steps_from
+from refocused.data.loader.loader import STEPS_READY, steps_from
 from refocused.data.order.sequences import Position, SequenceRange, spread_sequences
 from refocused.system.errors import ShardError
 
@@ -25,17 +25,17 @@ LARGE = manifest_of(900, 980, 1000, 960)
 
 
 @pytest.fixture
-def cache(tmp_path) -> FolderCache:
+def cache(tmp_path):
     return FolderCache(tmp_path, MANIFEST)
 
 
 @pytest.fixture
-def loader(cache) -> Loader:
+def loader(cache):
     return loader_of(cache, order_of(MANIFEST))
 
 
 @pytest.fixture
-def late(cache) -> FolderCache:
+def late(cache):
     """The cache, in which the first shard is not there yet."""
     cache.late = int(order_of(MANIFEST).locate(np.array([0])).shards[0])
     return cache

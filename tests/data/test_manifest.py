@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fakes import Emulator
 from shard_samples import WatchedBucket, npy_bytes, npz_bytes, pt_bytes, settings
 from text_samples import word_file
 
@@ -29,7 +28,7 @@ SHARD = Shard("a.npy", 10, "uint16", 148, 5, None, 9, 2)
 
 
 @pytest.fixture
-def bucket(tmp_path: Path) -> WatchedBucket:
+def bucket(tmp_path):
     return WatchedBucket(tmp_path / "source")
 
 
@@ -41,7 +40,7 @@ def put_tokens(bucket: WatchedBucket, name: str, count: int = 10) -> None:
     bucket.put(name, npy_bytes(np.arange(count, dtype=np.uint16)))
 
 
-def test_counts_come_from_headers_without_reading_the_tokens(bucket: WatchedBucket) -> None:
+def test_counts_come_from_headers_without_reading_the_tokens(bucket):
     rng = np.random.default_rng(0)
     lengths = np.full(400, 1000, np.int32)
     rows = rng.integers(0, 50000, (400, 1024), dtype=np.int32)
@@ -59,7 +58,7 @@ def test_counts_come_from_headers_without_reading_the_tokens(bucket: WatchedBuck
     assert not bucket.downloads
 
 
-def test_the_second_start_reads_nothing(bucket: WatchedBucket, tmp_path: Path) -> None:
+def test_the_second_start_reads_nothing(bucket, tmp_path):
     put_tokens(bucket, "a/x.npy")
     put_tokens(bucket, "b/x.npy", 20)
     cache_file = tmp_path / "cache" / "headers.json"
@@ -72,7 +71,7 @@ def test_the_second_start_reads_nothing(bucket: WatchedBucket, tmp_path: Path) -
     assert {name for name, _ in bucket.reads} == {"b/x.npy"}
 
 
-def test_a_damaged_cache_of_headers_is_made_again(bucket: WatchedBucket, tmp_path: Path) -> None:
+def test_a_damaged_cache_of_headers_is_made_again(bucket, tmp_path):
     put_tokens(bucket, "x.npy")
     cache_file = tmp_path / "headers.json"
     for damage in ("", "{}", "[]", '{"schema": 1, "headers": {"x": {"y": 1}}}'):
@@ -81,7 +80,7 @@ def test_a_damaged_cache_of_headers_is_made_again(bucket: WatchedBucket, tmp_pat
     assert json.loads(cache_file.read_text())["headers"]
 
 
-def test_all_refused_files_are_named_at_once(bucket: WatchedBucket) -> None:
+def test_all_refused_files_are_named_at_once(bucket):
     put_tokens(bucket, "good.npy")
     for number in range(7):
         bucket.put(f"bad_{number}.npy", b"no header")
@@ -94,7 +93,7 @@ def test_all_refused_files_are_named_at_once(bucket: WatchedBucket) -> None:
     assert build(bucket, exclude=["bad_*"]).tokens == 10
 
 
-def test_the_fingerprint_speaks_of_content_and_nothing_else() -> None:
+def test_the_fingerprint_speaks_of_content_and_nothing_else():
     def fingerprint(**changes: object) -> str:
         return Manifest((dataclasses.replace(SHARD, **changes),), "gpt2").fingerprint
 
@@ -107,8 +106,8 @@ def test_the_fingerprint_speaks_of_content_and_nothing_else() -> None:
 @pytest.mark.parametrize("tokens", [1000, 500_000], ids=["read whole", "sampled"])
 @pytest.mark.parametrize("form", ["bare", "with a manifest without checksums"])
 def test_a_folders_fingerprint_depends_on_content_not_on_names_and_sizes_alone(
-    tmp_path: Path, tokens: int, form: str
-) -> None:
+    tmp_path, tokens, form
+):
     path, bucket = tmp_path / "a.npy", DirectoryBucket(tmp_path)
 
     def described(ids: np.ndarray) -> Manifest:
@@ -137,9 +136,7 @@ def rows_of(bucket: WatchedBucket, **changes: Any) -> Manifest:
 
 
 @pytest.mark.bucket
-def test_the_fingerprint_is_that_of_the_content_where_listings_have_no_checksums(
-    emulator: Emulator,
-) -> None:
+def test_the_fingerprint_is_that_of_the_content_where_listings_have_no_checksums(emulator):
     emulator.put("data/a.npy", npy_bytes(np.arange(10, dtype=np.uint16)))
     source = open_bucket(f"{emulator.url}/data")
     listed = build_manifest(source, settings(), cache_file=None)
@@ -147,9 +144,7 @@ def test_the_fingerprint_is_that_of_the_content_where_listings_have_no_checksums
     assert build_manifest(source, settings(), cache_file=None) == listed
 
 
-def test_how_rows_are_read_is_part_of_the_fingerprint_and_how_streams_are_is_not(
-    bucket: WatchedBucket,
-) -> None:
+def test_how_rows_are_read_is_part_of_the_fingerprint_and_how_streams_are_is_not(bucket):
     one, other = (rows_of(bucket, pad_id=0, separator_id=separator) for separator in (7, 8))
     assert one.tokens == other.tokens == 5
     assert one.fingerprint != other.fingerprint
@@ -161,30 +156,28 @@ def test_how_rows_are_read_is_part_of_the_fingerprint_and_how_streams_are_is_not
     assert streams[0].fingerprint == streams[1].fingerprint
 
 
-def test_a_separator_beyond_the_type_of_the_rows_makes_the_local_type_wider(
-    bucket: WatchedBucket,
-) -> None:
+def test_a_separator_beyond_the_type_of_the_rows_makes_the_local_type_wider(bucket):
     rows = npz_bytes(input_ids=np.array([[5, 6], [7, 0]], np.uint16), sequence_lengths=[2, 1])
     bucket.put("rows.npz", rows)
     kinds = [build(bucket, separator_id=one).shards[0].dtype for one in (None, 65_535, 65_536)]
     assert kinds == ["uint16", "uint16", "uint32"]
 
 
-def test_a_manifest_counted_with_another_separator_is_refused(bucket: WatchedBucket) -> None:
+def test_a_manifest_counted_with_another_separator_is_refused(bucket):
     write_manifest(bucket, rows_of(bucket, pad_id=0, separator_id=7))
     assert build(bucket, pad_id=0, separator_id=7).tokens == 5
     with pytest.raises(ShardError, match=r"counted rows\.npy with separator_id 7.*is 8"):
         build(bucket, pad_id=0, separator_id=8)
 
 
-def test_padded_rows_without_a_separator_are_no_documents_to_mask(bucket: WatchedBucket) -> None:
+def test_padded_rows_without_a_separator_are_no_documents_to_mask(bucket):
     masked = {"mask_documents": True, "document_id": 5, "pad_id": 0}
     with pytest.raises(ShardError, match=r"rows\.npy: its padded rows.*data\.separator_id=5"):
         rows_of(bucket, **masked)
     assert rows_of(bucket, **masked, separator_id=5).tokens == 5
 
 
-def test_a_manifest_survives_json_and_invalid_ones_are_refused() -> None:
+def test_a_manifest_survives_json_and_invalid_ones_are_refused():
     without = dataclasses.replace(SHARD, name="b", crc32c=None, sample=3)
     manifest = Manifest((SHARD, without), "gpt2", vocabulary=32_000)
     text = manifest_to_json(manifest)
@@ -197,7 +190,7 @@ def test_a_manifest_survives_json_and_invalid_ones_are_refused() -> None:
 
 
 @pytest.fixture
-def prepared(bucket: WatchedBucket) -> WatchedBucket:
+def prepared(bucket):
     for number in range(3):
         put_tokens(bucket, f"t_{number}.npy", 10 + number)
     write_manifest(bucket, build(bucket, tokenizer="gpt2"))
@@ -205,7 +198,7 @@ def prepared(bucket: WatchedBucket) -> WatchedBucket:
     return bucket
 
 
-def test_prepared_data_are_read_by_their_manifest(prepared: WatchedBucket) -> None:
+def test_prepared_data_are_read_by_their_manifest(prepared):
     put_tokens(prepared, "not_in_it.npy")
     manifest = build(prepared)
     assert (manifest.tokens, manifest.tokenizer) == (33, "gpt2")
@@ -214,9 +207,7 @@ def test_prepared_data_are_read_by_their_manifest(prepared: WatchedBucket) -> No
     assert build(prepared, exclude=["t_1*"], max_files=1).tokens == 10
 
 
-def test_files_that_the_manifest_does_not_list_are_counted_in_a_warning(
-    prepared: WatchedBucket, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_files_that_the_manifest_does_not_list_are_counted_in_a_warning(prepared, caplog):
     def warned(**changes: object) -> list[str]:
         caplog.clear()
         assert build_run_manifest(prepared, settings(**changes), cache_file=None).tokens == 33
@@ -233,7 +224,7 @@ def test_files_that_the_manifest_does_not_list_are_counted_in_a_warning(
     assert warned(exclude=["more/*"]) == []
 
 
-def test_objects_that_do_not_fit_the_manifest_are_named(prepared: WatchedBucket) -> None:
+def test_objects_that_do_not_fit_the_manifest_are_named(prepared):
     (prepared.folder / "t_0.npy").unlink()
     put_tokens(prepared, "t_1.npy", 99)
     prepared.put("t_2.npy", npy_bytes(np.ones(12, np.uint16)))
@@ -246,7 +237,7 @@ def test_objects_that_do_not_fit_the_manifest_are_named(prepared: WatchedBucket)
         build(prepared, exclude=["t_0.npy", "t_2.npy"])
 
 
-def test_a_tokenizers_file_may_lie_elsewhere(tmp_path: Path, bucket: WatchedBucket) -> None:
+def test_a_tokenizers_file_may_lie_elsewhere(tmp_path, bucket):
     put_tokens(bucket, "t.npy")
     made = TokenizerChoice(str(word_file(tmp_path / "words.json")))
     write_manifest(bucket, build(bucket, tokenizer=described(made)[0]))
@@ -264,7 +255,7 @@ def put_chunks(bucket: WatchedBucket, promised: int) -> None:
     bucket.put("books/metadata.json", json.dumps(metadata).encode())
 
 
-def test_missing_chunks_are_named_by_their_metadata(bucket: WatchedBucket) -> None:
+def test_missing_chunks_are_named_by_their_metadata(bucket):
     for promised in (4, 10**12):
         put_chunks(bucket, promised)
         with pytest.raises(ShardError, match=r"missing are books/chunk_000002\.pt"):

@@ -2,7 +2,6 @@ import io
 import os
 import tracemalloc
 import zipfile
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from refocused.system.errors import ShardError
 
 
 @pytest.fixture
-def reader(tmp_path: Path) -> tuple[ObjectReader, bytes, WatchedBucket]:
+def reader(tmp_path):
     bucket = WatchedBucket(tmp_path)
     content = os.urandom(10 * FIRST_RANGE_BYTES + 17)
     bucket.put("x", content)
@@ -26,9 +25,7 @@ def reader(tmp_path: Path) -> tuple[ObjectReader, bytes, WatchedBucket]:
     return ObjectReader(bucket, blob), content, bucket
 
 
-def test_reads_are_those_of_a_file_wherever_they_jump(
-    reader: tuple[ObjectReader, bytes, WatchedBucket],
-) -> None:
+def test_reads_are_those_of_a_file_wherever_they_jump(reader):
     file, content, bucket = reader
     while file.read(1000):
         pass
@@ -44,7 +41,7 @@ def test_reads_are_those_of_a_file_wherever_they_jump(
     assert file.read(1) == b""
 
 
-def test_a_header_that_requires_too_large_a_read_is_refused(tmp_path: Path) -> None:
+def test_a_header_that_requires_too_large_a_read_is_refused(tmp_path):
     bucket = WatchedBucket(tmp_path)
     with (tmp_path / "large").open("wb") as file:
         file.truncate(1 << 30)
@@ -55,7 +52,7 @@ def test_a_header_that_requires_too_large_a_read_is_refused(tmp_path: Path) -> N
     assert not bucket.reads
 
 
-def test_an_object_that_shrank_is_named(tmp_path: Path) -> None:
+def test_an_object_that_shrank_is_named(tmp_path):
     bucket = WatchedBucket(tmp_path)
     bucket.put("x", b"0123456789")
     blob = bucket.info("x")
@@ -78,11 +75,11 @@ def zipped(array: npt.NDArray[Any], method: int = zipfile.ZIP_DEFLATED) -> bytes
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_member_is_read_whatever_its_compression(method: int) -> None:
+def test_a_member_is_read_whatever_its_compression(method):
     assert np.array_equal(tokens_of(b"prefix" + zipped(IDS, method), "a.npz"), IDS)
 
 
-def test_a_member_that_deflates_to_almost_nothing_is_inflated_in_pieces() -> None:
+def test_a_member_that_deflates_to_almost_nothing_is_inflated_in_pieces():
     file = io.BytesIO(zipped(np.zeros(8_000_000, np.uint16)))
     layout = read_layout(file, name="a.npz", data=settings())
     tracemalloc.start()
@@ -94,14 +91,14 @@ def test_a_member_that_deflates_to_almost_nothing_is_inflated_in_pieces() -> Non
 
 
 @pytest.mark.parametrize("place", range(1_000, 100_001, 20_000))
-def test_a_flipped_bit_is_noticed_wherever_it_is(place: int) -> None:
+def test_a_flipped_bit_is_noticed_wherever_it_is(place):
     content = bytearray(zipped(IDS))
     content[place] ^= 4
     with pytest.raises(ShardError, match=r"a\.npz: the zip file is truncated or corrupt"):
         tokens_of(bytes(content), "a.npz")
 
 
-def test_a_member_that_claims_more_than_it_holds_is_refused() -> None:
+def test_a_member_that_claims_more_than_it_holds_is_refused():
     content = npy_bytes(IDS).replace(b"(300000,)", b"(300004,)")
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:

@@ -52,7 +52,7 @@ def stream_of(data: DataParts, position: Position | None = None) -> Iterator[Any
         yield stream
 
 
-def test_room_is_counted_in_the_bytes_of_the_local_form(tmp_path: Path) -> None:
+def test_room_is_counted_in_the_bytes_of_the_local_form(tmp_path):
     shard = 2 * TOKENS + HEADER_BYTES  # int32 in the source, uint16 on this disk
     for shards, block in ((2, 1), (4, 2)):
         data = built(tmp_path, disk_limit_gb=shards * shard / 1e9, fetch_ahead_shards=1)
@@ -64,7 +64,7 @@ def test_room_is_counted_in_the_bytes_of_the_local_form(tmp_path: Path) -> None:
         built(tmp_path, disk_limit_gb=(2 * shard - 1) / 1e9)
 
 
-def test_a_missing_shard_in_the_manifest_can_be_skipped(tmp_path: Path) -> None:
+def test_a_missing_shard_in_the_manifest_can_be_skipped(tmp_path):
     data = built(tmp_path)
     data.cache.close()
     bucket = DirectoryBucket(tmp_path / "tokens")

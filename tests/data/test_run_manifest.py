@@ -1,5 +1,3 @@
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -27,12 +25,12 @@ CHUNKS, TOKENS = 10, 50
 
 
 @pytest.fixture(autouse=True)
-def _four_chunks_a_pack(monkeypatch: pytest.MonkeyPatch) -> None:
+def _four_chunks_a_pack(monkeypatch):
     monkeypatch.setattr(run_manifest, "PACKED_TOKENS", 4 * TOKENS + 7)
 
 
 @pytest.fixture
-def bucket(tmp_path: Path) -> WatchedBucket:
+def bucket(tmp_path):
     bucket = WatchedBucket(tmp_path / "source")
     for number in range(CHUNKS):
         bucket.put(chunk_name(number), pt_bytes(torch.from_numpy(chunk_tokens(number))))
@@ -60,9 +58,7 @@ def numbers(shard: Shard) -> list[int]:
     lengths=st.dictionaries(st.integers(0, 40), st.integers(1, 60), min_size=1),
     validation=st.sets(st.integers(0, 40)),
 )
-def test_packs_hold_every_chunk_once_in_order_without_gaps(
-    lengths: dict[int, int], validation: set[int]
-) -> None:
+def test_packs_hold_every_chunk_once_in_order_without_gaps(lengths, validation):
     files = [Shard(chunk_name(n), lengths[n], "uint32", 9, n, None) for n in sorted(lengths)]
     data = settings(validation_files=[chunk_name(n) for n in validation])
     packed = pack_chunks(Manifest(tuple(files), "x"), data)
@@ -76,9 +72,7 @@ def test_packs_hold_every_chunk_once_in_order_without_gaps(
     assert sorted(packed.shards, key=lambda shard: shard.name) == list(packed.shards)
 
 
-def test_local_packs_are_the_chunks_one_after_the_other(
-    bucket: WatchedBucket, tmp_path: Path
-) -> None:
+def test_local_packs_are_the_chunks_one_after_the_other(bucket, tmp_path):
     with cache_of(bucket, tmp_path) as cache:
         packs = [opened(cache, index) for index in range(3)]
     assert [len(pack) for pack in packs] == [200, 200, 100]
@@ -87,9 +81,7 @@ def test_local_packs_are_the_chunks_one_after_the_other(
     assert sorted(bucket.downloads) == [chunk_name(number) for number in range(CHUNKS)]
 
 
-def test_a_pack_is_refused_by_the_names_of_its_chunks(
-    bucket: WatchedBucket, tmp_path: Path
-) -> None:
+def test_a_pack_is_refused_by_the_names_of_its_chunks(bucket, tmp_path):
     with cache_of(bucket, tmp_path) as cache:
         opened(cache, 0)
     named = "put books/chunk_000000.pt to books/chunk_000003.pt in data.skip"
@@ -98,7 +90,7 @@ def test_a_pack_is_refused_by_the_names_of_its_chunks(
         smaller.open(0)
 
 
-def test_leaving_a_chunk_out_changes_its_pack_alone(bucket: WatchedBucket) -> None:
+def test_leaving_a_chunk_out_changes_its_pack_alone(bucket):
     before, after = build(bucket), build(bucket, exclude=["chunk_000005.pt"])
     split = split_sequences(before, sequence_length=33)  # sequences cross the borders of chunks
     assert sequence_count(split.train) == 6 + 6 + 3  # one in each chunk alone: 10
@@ -108,9 +100,7 @@ def test_leaving_a_chunk_out_changes_its_pack_alone(bucket: WatchedBucket) -> No
     assert after.fingerprint != before.fingerprint
 
 
-def test_the_fingerprint_is_that_of_the_files_and_the_packing_has_its_own(
-    bucket: WatchedBucket,
-) -> None:
+def test_the_fingerprint_is_that_of_the_files_and_the_packing_has_its_own(bucket):
     files = build_manifest(bucket, settings(), cache_file=None)
     packed, otherwise = build(bucket), build(bucket, validation_files=["chunk_000002.pt"])
     assert packed.fingerprint == otherwise.fingerprint == files.fingerprint
@@ -119,7 +109,7 @@ def test_the_fingerprint_is_that_of_the_files_and_the_packing_has_its_own(
     assert build(bucket).fingerprint != packed.fingerprint
 
 
-def test_max_files_and_validation_files_count_chunks(bucket: WatchedBucket) -> None:
+def test_max_files_and_validation_files_count_chunks(bucket):
     manifest = build(bucket, max_files=3, validation_files=["chunk_00000[2-3].pt"])
     assert [numbers(shard) for shard in manifest.shards] == [[0, 1], [2, 3], [4]]
     split = split_sequences(manifest, sequence_length=10, validation_files=["chunk_00000[2-3].pt"])
@@ -127,7 +117,7 @@ def test_max_files_and_validation_files_count_chunks(bucket: WatchedBucket) -> N
     assert [one.shard for one in split.train] == [0, 2]
 
 
-def test_padded_rows_are_documents_and_stay_files(bucket: WatchedBucket) -> None:
+def test_padded_rows_are_documents_and_stay_files(bucket):
     for number in range(2):
         rows = torch.tensor([[1, 2, 0], [3, 0, 0]])
         bucket.put(f"rows/chunk_{number:06d}.pt", pt_bytes(rows))
@@ -138,15 +128,13 @@ def test_padded_rows_are_documents_and_stay_files(bucket: WatchedBucket) -> None
     ]
 
 
-def test_two_chunks_of_one_number_are_both_kept(bucket: WatchedBucket) -> None:
+def test_two_chunks_of_one_number_are_both_kept(bucket):
     bucket.put("books/chunk_0000003.pt", pt_bytes(torch.from_numpy(chunk_tokens(3))))
     files = [file.name for shard in build(bucket).shards for file in shard.files]
     assert len(files) == CHUNKS + 1 and "books/chunk_0000003.pt" in files
 
 
-def test_an_outage_amid_a_pack_costs_no_second_download(
-    bucket: WatchedBucket, tmp_path: Path
-) -> None:
+def test_an_outage_amid_a_pack_costs_no_second_download(bucket, tmp_path):
     with cache_of(bucket, tmp_path, settings(fetch_threads=1)) as cache:
         bucket.fails_after = 2
         cache.plan([0])
@@ -157,7 +145,7 @@ def test_an_outage_amid_a_pack_costs_no_second_download(
 
 
 @pytest.fixture
-def mixed(tmp_path: Path) -> dict[str, DirectoryBucket]:
+def mixed(tmp_path):
     """Two sources with a file of the same name; one holds padded rows."""
     web, code = DirectoryBucket(tmp_path / "web"), DirectoryBucket(tmp_path / "code")
     web.write("sub/a.npy", npy_bytes(np.arange(10, dtype=np.uint16)))
@@ -175,9 +163,7 @@ def data_of(**code: object) -> DataConfig:
     return settings(source=None, mixture=sources, separator_id=9)
 
 
-def test_the_manifest_holds_the_sources_together_and_each_is_found_again(
-    mixed: dict[str, DirectoryBucket],
-) -> None:
+def test_the_manifest_holds_the_sources_together_and_each_is_found_again(mixed):
     data = data_of(pad_id=0)
     manifest = describe_run(mixed, data, cache_file=None)
     assert [(shard.name, shard.tokens) for shard in manifest.shards] == [
@@ -192,9 +178,7 @@ def test_the_manifest_holds_the_sources_together_and_each_is_found_again(
         assert own.fingerprint == alone.fingerprint
 
 
-def test_every_shard_is_read_as_its_source_says(
-    mixed: dict[str, DirectoryBucket], tmp_path: Path
-) -> None:
+def test_every_shard_is_read_as_its_source_says(mixed, tmp_path):
     for code, rows in (
         ({"pad_id": 0}, [1, 2, 9, 3, 0, 5]),
         ({"pad_id": 5}, [1, 2, 0, 0, 9, 3, 0, 5, 0]),
@@ -212,7 +196,7 @@ def named(bucket: Bucket, name: str, tokens: int, tokenizer: str) -> None:
     write_manifest(bucket, Manifest((shard,), tokenizer))
 
 
-def test_sources_are_of_one_tokenizer_where_they_say_so(mixed: dict[str, DirectoryBucket]) -> None:
+def test_sources_are_of_one_tokenizer_where_they_say_so(mixed):
     named(mixed["web"], "b.npy", 7, "gpt2")
     assert describe_run(mixed, data_of(pad_id=0), cache_file=None).tokenizer == "gpt2"
     named(mixed["code"], "sub/a.npy", 8, "bytes")
@@ -220,9 +204,7 @@ def test_sources_are_of_one_tokenizer_where_they_say_so(mixed: dict[str, Directo
         describe_run(mixed, data_of(), cache_file=None)
 
 
-def test_packs_of_a_mixture_are_renamed_with_their_chunks(
-    bucket: WatchedBucket, tmp_path: Path
-) -> None:
+def test_packs_of_a_mixture_are_renamed_with_their_chunks(bucket, tmp_path):
     mixed = {"a": bucket, "b": bucket}
     sources = {name: {"source": name, "weight": 1} for name in ("a", "b")}
     data = settings(source=None, mixture=sources)

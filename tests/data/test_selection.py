@@ -1,5 +1,4 @@
 import dataclasses
-from typing import Any
 
 import pytest
 from shard_samples import settings
@@ -24,9 +23,7 @@ VALIDATED = {"validation_files": ["val_*"], "max_files": 1}
         (["a/x.npy", "a//x.npy"], {"exclude": ["a//*"]}, ["a/x.npy"]),
     ],
 )
-def test_token_files_are_chosen_in_name_order(
-    names: list[str], data: dict[str, Any], chosen: list[str]
-) -> None:
+def test_token_files_are_chosen_in_name_order(names, data, chosen):
     assert chosen_names(names, data=settings(**data), url="gs://tokens") == chosen
 
 
@@ -48,14 +45,12 @@ def test_token_files_are_chosen_in_name_order(
         (["g_text.bin", "g_text.idx", "train.bin"], {}, r"g_text\.bin: .*Megatron"),
     ],
 )
-def test_an_impossible_selection_is_refused(
-    names: list[str], data: dict[str, Any], said: str
-) -> None:
+def test_an_impossible_selection_is_refused(names, data, said):
     with pytest.raises(ShardError, match=said):
         chosen_names(names, data=settings(**data), url="gs://tokens")
 
 
-def test_objects_that_would_be_one_local_shard_are_refused() -> None:
+def test_objects_that_would_be_one_local_shard_are_refused():
     for names, said in (
         (["a/x.npy", "a//x.npy"], r"'a//x\.npy' and 'a/x\.npy' cannot both be files"),
         (["../x.npy"], "outside its folder"),
@@ -69,7 +64,7 @@ def of_sizes(*tokens: int) -> Manifest:
     return Manifest(tuple(rows), "x")
 
 
-def test_whole_files_near_the_share_are_held_out_by_the_seed_in_any_order() -> None:
+def test_whole_files_near_the_share_are_held_out_by_the_seed_in_any_order():
     names, tokens = choose_validation(of_sizes(*[100] * 1000), ratio=0.01, seed=0)
     assert (len(names), tokens) == (10, 1000)
     data = of_sizes(*[100] * 200)
@@ -84,7 +79,7 @@ def test_whole_files_near_the_share_are_held_out_by_the_seed_in_any_order() -> N
 
 
 @pytest.mark.parametrize("tokens", [(1000,), (1000, 1000, 1000)])
-def test_too_few_files_get_a_share_of_the_sequences(tokens: tuple[int, ...]) -> None:
+def test_too_few_files_get_a_share_of_the_sequences(tokens):
     chosen = choose_validation(of_sizes(*tokens), ratio=0.01, seed=0)
     assert chosen == ([], round(0.01 * sum(tokens)))
     for ratio in (0.0, 1.0):

@@ -61,7 +61,7 @@ def split(manifest: Manifest, data: DataConfig, sequences: int = 8) -> list[Sour
 @pytest.mark.parametrize(
     ("length", "changes"), [(8, {}), (4, {"mask_documents": False}), (4, {"document_id": 8})]
 )
-def test_packed_documents_need_their_length_and_masks(length: int, changes: dict[str, Any]) -> None:
+def test_packed_documents_need_their_length_and_masks(length, changes):
     (shard,) = manifest_with(a=10).shards
     data = {"source": "a", "document_id": 9, "mask_documents": True}
     packed = dataclasses.replace(shard, packed_for=LENGTH, document_id=9)
@@ -97,7 +97,7 @@ def text_of(order: Any, manifest: Manifest, *, document_id: int | None = None) -
     )
 
 
-def test_each_source_is_split_by_its_own_names_and_numbers_shards_of_the_mixture() -> None:
+def test_each_source_is_split_by_its_own_names_and_numbers_shards_of_the_mixture():
     code, web = split(MIXED, mixture(validation_files=["val.npy"]))
     assert (code.name, code.share, code.sequences, code.kept) == ("code", 256, 10, 4)
     assert (web.name, web.share, web.sequences, web.kept) == ("web", 768, 80, 20)
@@ -115,14 +115,12 @@ def test_each_source_is_split_by_its_own_names_and_numbers_shards_of_the_mixture
         (8, {}, [0, 6]),  # code keeps nothing
     ],
 )
-def test_a_validation_takes_its_sequences_by_the_shares(
-    sequences: int, code: dict[str, Any], found: list[int]
-) -> None:
+def test_a_validation_takes_its_sequences_by_the_shares(sequences, code, found):
     sources = split(MIXED, mixture(**code), sequences)
     assert [len(source.validation.sequences) for source in sources] == found
 
 
-def test_the_texts_of_an_order_are_those_of_every_version() -> None:
+def test_the_texts_of_an_order_are_those_of_every_version():
     alone = order_of(DataConfig(source="x", validation_files=("val*",)), ALONE)
     assert text_of(alone, ALONE) == "seed 7, blocks of 1 shards, 10 sequences of 4 tokens"
     assert describe_mixture(alone) == ""
@@ -138,7 +136,7 @@ ANNEAL = {"weights": {"web": 1, "code": 3}}
 STAGES = {"last": {"from_step": 9, "weights": {"web": 0, "code": 1}}, "anneal": ANNEAL}
 
 
-def test_stages_are_described_in_order_by_their_sequences() -> None:
+def test_stages_are_described_in_order_by_their_sequences():
     in_steps = mixture(stages={**STAGES, "anneal": {**ANNEAL, "from_step": 5}})
     text = describe_mixture(order_of(in_steps, step_sequences=8))
     first, anneal = "code 256, web 768 of 1024 sequences", "; from sequence 40: code 768, web 256"
@@ -159,7 +157,7 @@ def test_stages_are_described_in_order_by_their_sequences() -> None:
     assert shares == [256, 768]  # a validation has those of the mixture
 
 
-def test_a_source_that_would_run_out_is_refused_with_the_step() -> None:
+def test_a_source_that_would_run_out_is_refused_with_the_step():
     stages = {"anneal": {**ANNEAL, "from_step": 5}}
     data = mixture(stages=stages, max_epochs=1.5)
     stream = order_of(mixture(stages=stages), step_sequences=8).stream_from(Position())
@@ -175,7 +173,7 @@ def test_a_source_that_would_run_out_is_refused_with_the_step() -> None:
     order_of(data, step_sequences=8, steps=1 << 40)  # a stream without an end
 
 
-def test_the_room_is_for_the_largest_share_of_all_stages() -> None:
+def test_the_room_is_for_the_largest_share_of_all_stages():
     # A step with many sequences of code takes three of its blocks.
     manifest = manifest_with(code_a=10, code_b=4, code_c=4, web_a=90, web_b=50, web_val=20)
     tight = 2 * (4 * 90 + 1) + 2 * (4 * 50 + 1) + 2 * 41 + 34
@@ -185,13 +183,13 @@ def test_the_room_is_for_the_largest_share_of_all_stages() -> None:
         order_of(mixture(stages=only), manifest, room=tight, step_sequences=8)
 
 
-def test_sources_of_one_mixture_are_shuffled_differently() -> None:
+def test_sources_of_one_mixture_are_shuffled_differently():
     twin = manifest_with(code_a=30, code_b=50, web_a=30, web_b=50, web_val=20)
     code, web = order_of(mixture(), twin).orders.values()
     assert not np.array_equal(*(one.locate(np.arange(80)).sequences for one in (code, web)))
 
 
-def test_the_blocks_of_all_sources_fit_into_the_room_together() -> None:
+def test_the_blocks_of_all_sources_fit_into_the_room_together():
     # Two blocks of one shard: code 82 + 34, web 402 + 242 bytes.
     needed = 82 + 34 + 402 + 242
     assert order_of(mixture(), room=needed).orders["web"].block_shards == 1
@@ -200,7 +198,7 @@ def test_the_blocks_of_all_sources_fit_into_the_room_together() -> None:
     assert order_of(mixture(), room=2 * needed).orders["web"].block_shards == 2
 
 
-def test_a_step_of_a_mixture_may_reach_over_more_than_two_blocks_of_a_source() -> None:
+def test_a_step_of_a_mixture_may_reach_over_more_than_two_blocks_of_a_source():
     manifest = manifest_with(code_a=10, code_b=4, web_a=2, web_b=50, web_c=50, web_val=20)
     needed = 82 + 34 + 402 + 18 + 402  # all of both
     with pytest.raises(ShardError, match=f"may span more than two blocks .* to {needed} bytes"):
@@ -209,7 +207,7 @@ def test_a_step_of_a_mixture_may_reach_over_more_than_two_blocks_of_a_source() -
     assert order_of(mixture(), manifest, room=needed - 1, step_sequences=1)
 
 
-def test_files_are_done_with_their_block() -> None:
+def test_files_are_done_with_their_block():
     order = order_of(mixture())
     web = Order(split(MIXED, mixture())[1].train, seed=0, block_shards=1)
     first = web.block_start(1)
@@ -218,7 +216,7 @@ def test_files_are_done_with_their_block() -> None:
     assert files_done(order.orders["code"], 0) == 0
 
 
-def test_another_packing_of_the_same_chunks_is_another_order() -> None:
+def test_another_packing_of_the_same_chunks_is_another_order():
     def packed(*groups: tuple[int, ...]) -> Manifest:
         shards = []
         for numbers in groups:
@@ -233,7 +231,7 @@ def test_another_packing_of_the_same_chunks_is_another_order() -> None:
     assert len({text_of(order, one) for one in manifests}) == 2
 
 
-def test_skipped_shards_keep_the_order_and_lose_their_sequences() -> None:
+def test_skipped_shards_keep_the_order_and_lose_their_sequences():
     plain, data = mixture(), mixture().model_copy(update={"skip": ("web/a.npy",)})
     before, after = order_of(plain), order_of(data)
     assert text_of(before, MIXED) == text_of(after, MIXED)
@@ -250,7 +248,7 @@ def test_skipped_shards_keep_the_order_and_lose_their_sequences() -> None:
     assert set(shards.tolist()) == {0, 1, 3}
 
 
-def test_a_skip_or_a_pattern_without_effect_is_refused() -> None:
+def test_a_skip_or_a_pattern_without_effect_is_refused():
     for skip, said in {
         ("c.npy",): "data.skip: 'c.npy' matches none of the 5 token files",
         ("code/a.npy",): "data.skip leaves no training sequence of the source code",
@@ -262,7 +260,7 @@ def test_a_skip_or_a_pattern_without_effect_is_refused() -> None:
         split(MIXED, mixture(validation_files=["none"]))
 
 
-def test_the_sequences_that_validate_stay_the_same_but_for_those_of_skipped_shards() -> None:
+def test_the_sequences_that_validate_stay_the_same_but_for_those_of_skipped_shards():
     manifest = manifest_with(a=10, val_a=9, val_b=9)
     data = DataConfig(source="s", validation_files=["val/*"])
     [whole] = split(manifest, data)
@@ -285,7 +283,7 @@ def found_by_trying(order: Order, *, step_sequences: int, sequences: int, sizes:
 
 @pytest.mark.parametrize("block_shards", [1, 2, 3])
 @pytest.mark.parametrize("step_sequences", [1, 3, 4, 5, 12, 40])
-def test_it_is_what_trying_all_steps_finds(block_shards: int, step_sequences: int) -> None:
+def test_it_is_what_trying_all_steps_finds(block_shards, step_sequences):
     chance = random.Random(step_sequences)
     counts = [chance.choice((1, 2, 3, 9)) for _ in range(8)]
     sizes = [100 * count + shard for shard, count in enumerate(counts)]
@@ -305,7 +303,7 @@ def warnings(manifest: Manifest, data: DataConfig) -> list[str]:
     return data_warnings(split(manifest, data), manifest, data, sequence_length=LENGTH)
 
 
-def test_what_a_run_would_train_on_in_error_is_named() -> None:
+def test_what_a_run_would_train_on_in_error_is_named():
     """A validation file among the others, and one whose bytes also train, maybe by another name."""
     rows = [Shard(f"{n}.bin", 41, "uint16", 80, crc, None) for n, crc in (("train", 1), ("val", 2))]
     manifest = Manifest(tuple(rows), "gpt2")
@@ -333,7 +331,7 @@ def test_what_a_run_would_train_on_in_error_is_named() -> None:
     assert "data.mixture.code.validation_files" in found[0]
 
 
-def test_tokens_in_no_sequence_are_counted_and_packed_by_a_command() -> None:
+def test_tokens_in_no_sequence_are_counted_and_packed_by_a_command():
     sizes = {"a": 4, "b": 4, "c": 4, "d": 9}
     shards = [Shard(f"{n}.npy", count, "uint16", count, 1, None) for n, count in sizes.items()]
     assert unused_tokens(shards, sequence_length=LENGTH) == 12

@@ -22,14 +22,14 @@ def tokens_of(bucket: DirectoryBucket, kind: str) -> np.ndarray:
 
 
 @pytest.fixture(autouse=True)
-def library(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+def library(tmp_path_factory, monkeypatch):
     part = tmp_path_factory.mktemp("library")
     for path in Path(sysconfig.get_paths()["stdlib"]).glob("[_a-d]*.py"):
         shutil.copy(path, part)
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(part)})
 
 
-def test_documents_are_the_librarys_own_text(tmp_path: Path) -> None:
+def test_documents_are_the_librarys_own_text(tmp_path):
     bucket = DirectoryBucket(tmp_path)
     manifest = prepare_stdlib(bucket)
     tokens = tokens_of(bucket, "train")
@@ -45,9 +45,7 @@ def test_documents_are_the_librarys_own_text(tmp_path: Path) -> None:
     assert counts == [1_000_000, len(tokens) - 1_000_000, len(tokens_of(bucket, "val"))]
 
 
-def test_the_same_python_gives_the_same_bytes_once_and_after_an_interruption(
-    tmp_path: Path,
-) -> None:
+def test_the_same_python_gives_the_same_bytes_once_and_after_an_interruption(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "stdlib_train_000000.npy").write_bytes(b"of an interrupted call")
     first, second = (prepare_stdlib(DirectoryBucket(tmp_path / name)) for name in "ab")
@@ -65,9 +63,7 @@ def test_the_same_python_gives_the_same_bytes_once_and_after_an_interruption(
     assert generations[0] == generations[1]
 
 
-def test_tests_and_installed_packages_are_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tests_and_installed_packages_are_left_out(tmp_path, monkeypatch):
     taken = [f"{n}.py" for n in range(60)]
     for name in (*taken, "b/test/x.py", "site-packages/y.py", "d.txt"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -79,9 +75,7 @@ def test_tests_and_installed_packages_are_left_out(
     assert sorted("".join(map(chr, tokens)).split(chr(256))) == sorted(["", *taken])
 
 
-def test_a_python_without_its_sources_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_python_without_its_sources_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     with pytest.raises(ShardError, match=r"no source text"):
         prepare_stdlib(DirectoryBucket(tmp_path / "out"))
@@ -91,9 +85,7 @@ def contents(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_only_the_demonstrations_own_folder_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_the_demonstrations_own_folder_is_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("texts").mkdir()
     Path("texts", "mine.txt").write_text("mine")
@@ -122,7 +114,7 @@ def test_only_the_demonstrations_own_folder_is_written(
 
 
 @pytest.mark.parametrize("name", ["notes.txt", "manifest.json"])
-def test_another_content_of_its_folder_is_refused_and_kept(tmp_path: Path, name: str) -> None:
+def test_another_content_of_its_folder_is_refused_and_kept(tmp_path, name):
     np.save(tmp_path / "mine.npy", np.arange(9, dtype=np.uint16))
     bucket = DirectoryBucket(tmp_path)
     if name == "manifest.json":

@@ -94,7 +94,7 @@ def read(found: Sequence[BatchStream], *, sequences: int) -> list[int]:
     return starts
 
 
-def test_room_for_three_shards_is_enough_for_a_hundred(tmp_path: Path) -> None:
+def test_room_for_three_shards_is_enough_for_a_hundred(tmp_path):
     sequences, downloads, most = [100] * 100, [], 0
 
     def look(blob: BlobInfo) -> None:
@@ -112,7 +112,7 @@ def test_room_for_three_shards_is_enough_for_a_hundred(tmp_path: Path) -> None:
     assert 0 < most < 3  # while one more arrives, whose room was reserved
 
 
-def test_two_ranks_stream_twice_what_the_disk_limit_holds(tmp_path: Path) -> None:
+def test_two_ranks_stream_twice_what_the_disk_limit_holds(tmp_path):
     sequences = [40] * 10
     # The cache refuses a plan above the limit: two blocks of 2 fit with one shard ahead, of 10.
     limit, plan = 5 * shard_bytes(40) + 100, BatchPlan(2, 2, 2, LENGTH)
@@ -124,8 +124,8 @@ def test_two_ranks_stream_twice_what_the_disk_limit_holds(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("micro_batch_size", [1, 3])
 def test_reading_waits_for_training_where_small_blocks_follow_one_another(
-    tmp_path: Path, micro_batch_size: int
-) -> None:
+    tmp_path, micro_batch_size
+):
     sequences = [2, 100] * 10  # with room for two long ones, where reading would reach into three
     plan, limit = BatchPlan(micro_batch_size, 1, 1, LENGTH), 2 * shard_bytes(100)
     with streams(tmp_path, sequences, plan, limit=limit, block_shards=1) as (_, found):

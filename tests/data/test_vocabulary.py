@@ -2,7 +2,6 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -28,7 +27,7 @@ optimizer: {lr: 3e-3}
 
 
 @pytest.fixture
-def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def file(tmp_path, monkeypatch):
     """A run file beside the folder of its data."""
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "tiny.yaml"
@@ -54,7 +53,7 @@ def prepared(folder: Path, *, max_id: int, **changes: object) -> None:
     write_manifest(bucket, dataclasses.replace(found, shards=shards, **changes))
 
 
-def test_a_run_file_without_the_setting_keeps_the_size_of_its_preset(file: Path) -> None:
+def test_a_run_file_without_the_setting_keeps_the_size_of_its_preset(file):
     prepared(file.parent / "tokens", max_id=9, tokenizer="bytes")
     old = load_run(file, ["data.tokenizer=bytes"])
     recorded = file.with_name("run.yaml")
@@ -83,9 +82,7 @@ KNOWN = {"max_id": 600, "tokenizer": "tokenizer-1a2b3c4d", "vocabulary": 32_000}
         ({"max_id": 50_256}, [], 50_257),  # every known id has room
     ],
 )
-def test_auto_is_the_size_of_the_tokenizer_or_that_in_the_manifest(
-    file: Path, manifest: dict[str, Any] | None, settings: list[str], size: int
-) -> None:
+def test_auto_is_the_size_of_the_tokenizer_or_that_in_the_manifest(file, manifest, settings, size):
     tiny_bpe(file.parent / "bpe")
     word_file(file.parent / "words.json")
     if manifest is not None:
@@ -97,7 +94,7 @@ def test_auto_is_the_size_of_the_tokenizer_or_that_in_the_manifest(
     assert load_run(recorded).shape.settings["vocab_size"] == size
 
 
-def test_all_sources_of_a_mixture_count(file: Path) -> None:
+def test_all_sources_of_a_mixture_count(file):
     prepared(file.parent / "web", max_id=3, vocabulary=700)
     prepared(file.parent / "code", max_id=800)
     text = RUN.replace(
@@ -109,9 +106,7 @@ def test_all_sources_of_a_mixture_count(file: Path) -> None:
 
 
 @pytest.mark.parametrize("setting", ["model.vocabulary=256", "model.vocabulary=null"])
-def test_fewer_ids_than_the_tokenizer_has_are_refused_with_a_remedy(
-    file: Path, setting: str
-) -> None:
+def test_fewer_ids_than_the_tokenizer_has_are_refused_with_a_remedy(file, setting):
     words = word_file(file.parent / "words.json")
     require_room_for_tokenizer(load_run(file, [setting, f"data.tokenizer={words}"]), fetch=False)
     file.write_text(RUN.replace("gpt2_tiny", "small.json"))
@@ -123,7 +118,7 @@ def test_fewer_ids_than_the_tokenizer_has_are_refused_with_a_remedy(
     assert "Set model.vocabulary=auto" in str(refused.value)
 
 
-def test_an_explicit_number_is_compared_with_gpt2_by_name_alone(file: Path) -> None:
+def test_an_explicit_number_is_compared_with_gpt2_by_name_alone(file):
     gpt2 = "data.tokenizer=gpt2"
     require_room_for_tokenizer(load_run(file, ["model.vocabulary=50257", gpt2]), fetch=False)
     require_room_for_tokenizer(load_run(file, [gpt2]), fetch=False)  # as before
@@ -131,7 +126,7 @@ def test_an_explicit_number_is_compared_with_gpt2_by_name_alone(file: Path) -> N
         require_room_for_tokenizer(load_run(file, ["model.vocabulary=50000", gpt2]), fetch=False)
 
 
-def test_neither_data_nor_hub_are_read_without_permission(file: Path) -> None:
+def test_neither_data_nor_hub_are_read_without_permission(file):
     for tokenizer in ("unknown", "hub:nobody/nothing"):
         run = load_run(file, ["model.vocabulary=auto", f"data.tokenizer={tokenizer}"])
         assert decide_vocabulary(run) is run

@@ -38,9 +38,7 @@ def packed(stream: Ids, block: int = 10_000) -> tuple[Ids, BestFit]:
 @given(st.lists(st.integers(0, 30), max_size=60), st.integers(1, 50), st.integers(LENGTH, 200))
 @example([7, 8, 14, 15, 0, 6], 5, 1000)
 @example([40, 7], 3, LENGTH)
-def test_no_id_is_lost_and_only_long_documents_are_cut(
-    sizes: list[int], block: int, buffered: int
-) -> None:
+def test_no_id_is_lost_and_only_long_documents_are_cut(sizes, block, buffered):
     stream = stream_of(sizes)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shard_packer, "BUFFERED_IDS", buffered)
@@ -57,7 +55,7 @@ def test_no_id_is_lost_and_only_long_documents_are_cut(
     assert fit.counts["padding"] == ids - sum(len(part) + 1 for part in kept)
 
 
-def test_the_counts_of_documents_cut_with_and_without() -> None:
+def test_the_counts_of_documents_cut_with_and_without():
     sequences, fit = packed(stream_of([4, 3, 4, 20, 2]))  # in a stream: 0-4 5-8 9-13 14-34 35-37
     assert sequences.tolist() == [
         [0, 1, 2, 3, 4, 0, 32, 33],
@@ -72,7 +70,7 @@ def test_the_counts_of_documents_cut_with_and_without() -> None:
 
 
 @given(st.lists(st.integers(1, 20), max_size=60))
-def test_best_fit_decreasing_against_its_definition(sizes: list[int]) -> None:
+def test_best_fit_decreasing_against_its_definition(sizes):
     sequences: list[list[int]] = []
     for number in sorted(range(len(sizes)), key=lambda one: -sizes[one]):
         room = {20 - sum(sizes[i] for i in one): one for one in sequences}
@@ -85,7 +83,7 @@ def test_best_fit_decreasing_against_its_definition(sizes: list[int]) -> None:
     assert spaces[0] == spaces[1]
 
 
-def test_a_packed_sequence_attends_within_its_documents_and_never_to_padding() -> None:
+def test_a_packed_sequence_attends_within_its_documents_and_never_to_padding():
     sequences, _ = packed(stream_of([3, 2, 5, 1, 9, 4]))
     rows = torch.from_numpy(sequences.astype(np.int64))
     mask = document_mask(rows, document_id=BEGIN)[:, 0]
@@ -112,7 +110,7 @@ def converted(folder: Path, name: str, *, cut: bool = False) -> PackResult:
     )
 
 
-def test_convert_packs_each_file_and_continues_after_a_kill(tmp_path: Path) -> None:
+def test_convert_packs_each_file_and_continues_after_a_kill(tmp_path):
     sizes = ([4, 2, 4, 20, 2], [7, 3, 3, 30, 1])
     for number, one in enumerate(sizes):
         content = npy_bytes(stream_of(one))

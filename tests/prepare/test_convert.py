@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from data.shard_samples import llm_c_bytes, npy_bytes, npz_bytes, pt_bytes, settings
 from data.text_samples import files_of
-from fakes import Emulator
 
 from refocused.bucket.folder import DirectoryBucket
 from refocused.bucket.open_bucket import open_bucket
@@ -53,7 +52,7 @@ class Site:
 
 
 @pytest.fixture
-def site(tmp_path: Path) -> Site:
+def site(tmp_path):
     return Site(tmp_path)
 
 
@@ -63,14 +62,14 @@ def ragged(rows: list[Any]) -> np.ndarray[Any, Any]:
     return array
 
 
-def test_a_file_of_padding_alone_is_refused_and_no_other_takes_its_name(site: Site) -> None:
+def test_a_file_of_padding_alone_is_refused_and_no_other_takes_its_name(site):
     for name, rows in {"a": [[1, 0]], "b": [[0, 0]], "c": [[3, 0]]}.items():
         site.put(f"{name}.npz", npz_bytes(data=np.array(rows, np.int32)))
     with pytest.raises(ShardError, match=r"b\.npz: it holds no tokens"):
         site.convert(pad_id=0)
 
 
-def test_every_form_becomes_streams_under_its_own_name(site: Site) -> None:
+def test_every_form_becomes_streams_under_its_own_name(site):
     ids = np.array([[1, 2, 0], [3, 0, 0]], np.int32)
     site.put("x/a.npz", npz_bytes(input_ids=ids, sequence_lengths=np.array([2, 1], np.int32)))
     site.put("b.npz", npz_bytes(data=ids))
@@ -96,7 +95,7 @@ def test_every_form_becomes_streams_under_its_own_name(site: Site) -> None:
     assert not (site.out / ".prepare").exists()
 
 
-def test_pickled_arrays_are_refused_and_not_loaded(site: Site, tmp_path: Path) -> None:
+def test_pickled_arrays_are_refused_and_not_loaded(site, tmp_path):
     class Evil:
         def __reduce__(self) -> Any:
             return exec, (f"import pathlib; pathlib.Path({str(tmp_path / 'ran')!r}).touch()",)
@@ -109,7 +108,7 @@ def test_pickled_arrays_are_refused_and_not_loaded(site: Site, tmp_path: Path) -
     assert not (tmp_path / "ran").exists()
 
 
-def test_files_are_packed_with_separators_between_documents_of_two_files(site: Site) -> None:
+def test_files_are_packed_with_separators_between_documents_of_two_files(site):
     row = np.array([[1, 2]], np.int32)
     for number in range(3):
         site.put(f"a{number}.npz", npz_bytes(input_ids=row + number, attention_mask=row * 0 + 1))
@@ -126,9 +125,7 @@ def test_files_are_packed_with_separators_between_documents_of_two_files(site: S
 
 @pytest.mark.parametrize("shard_tokens", [None, 70])
 @pytest.mark.parametrize("cut_after", [1, 3, 5])
-def test_an_interrupted_conversion_continues(
-    site: Site, tmp_path: Path, shard_tokens: int | None, cut_after: int
-) -> None:
+def test_an_interrupted_conversion_continues(site, tmp_path, shard_tokens, cut_after):
     other = Site(tmp_path / "other")
     for number in range(6):
         content = npy_bytes(np.arange(50, dtype=np.uint16) + number)
@@ -144,7 +141,7 @@ def test_an_interrupted_conversion_continues(
     assert files_of(site.out) == files_of(other.out)
 
 
-def test_ids_beyond_the_vocabulary_are_refused_and_wide_ones_take_four_bytes(site: Site) -> None:
+def test_ids_beyond_the_vocabulary_are_refused_and_wide_ones_take_four_bytes(site):
     site.put("a.npy", npy_bytes(np.array([1, 70_000], np.int32)))
     with pytest.raises(ShardError, match=r"the id 70,000, but --vocabulary is 65,536"):
         site.convert()
@@ -152,7 +149,7 @@ def test_ids_beyond_the_vocabulary_are_refused_and_wide_ones_take_four_bytes(sit
     assert (manifest.shards[0].dtype, site.tokens()) == ("uint32", {"a.npy": [1, 70_000]})
 
 
-def test_a_file_that_the_sources_manifest_lists_is_not_left_out(site: Site) -> None:
+def test_a_file_that_the_sources_manifest_lists_is_not_left_out(site):
     for name in ("a.npy", "b.npy"):
         site.put(name, npy_bytes(np.arange(9, dtype=np.uint16)))
     write_manifest(site.source, build_manifest(site.source, settings(), cache_file=None))
@@ -165,7 +162,7 @@ def test_a_file_that_the_sources_manifest_lists_is_not_left_out(site: Site) -> N
     assert list(site.tokens()) == ["a.npy"]
 
 
-def test_what_cannot_be_converted_is_refused(site: Site) -> None:
+def test_what_cannot_be_converted_is_refused(site):
     site.put("a.jsonl", b"{}")
     with pytest.raises(ShardError, match="prepare_data tokenize"):
         site.convert()
@@ -177,7 +174,7 @@ def test_what_cannot_be_converted_is_refused(site: Site) -> None:
 
 
 @pytest.mark.bucket
-def test_objects_of_a_bucket_are_fetched_whole_and_verified(site: Site, emulator: Emulator) -> None:
+def test_objects_of_a_bucket_are_fetched_whole_and_verified(site, emulator):
     bucket = open_bucket(f"{emulator.url}/data")
     bucket.write("c.npz", npz_bytes(sequences=np.array([1, 2, 3], np.int32)))
     bucket.write("d.npy", npy_bytes(np.array([5], np.int32)))
@@ -213,7 +210,7 @@ def read(pair: tuple[Path, Path], *, separator_id: int | None = None) -> list[in
     return [int(one) for block in found for one in block]
 
 
-def test_documents_of_megatron_are_never_fused(site: Site) -> None:
+def test_documents_of_megatron_are_never_fused(site):
     write_pair(Path(site.source.url), [[[1, 5]], [[2, 5, 3]]], name="i")
     with pytest.raises(ShardError, match=r"2 documents, with no end-of-text .* --separator-id"):
         site.convert()
@@ -225,9 +222,7 @@ def test_documents_of_megatron_are_never_fused(site: Site) -> None:
 @pytest.mark.parametrize(
     ("block", "code"), [*zip([1, 2, 3, 4, 7, 100], CODES, strict=True)], ids=CODES.values()
 )
-def test_output_is_independent_of_blocks_and_element_types(
-    tmp_path: Path, block: int, code: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_output_is_independent_of_blocks_and_element_types(tmp_path, block, code, monkeypatch):
     draw = np.random.default_rng(block)
     # Documents of two sequences; some are empty, and some end with the separator already.
     lengths = draw.integers(0, 9, 40).tolist()
@@ -266,9 +261,7 @@ def damaged(pair: tuple[Path, Path], offset: int, content: bytes) -> tuple[Path,
         (66, struct.pack("<q", 5), "do not cover"),
     ],
 )
-def test_an_inconsistent_index_is_refused(
-    tmp_path: Path, offset: int, content: bytes, said: str
-) -> None:
+def test_an_inconsistent_index_is_refused(tmp_path, offset, content, said):
     pair = damaged(write_pair(tmp_path, [[[1, 2]], [[3]]]), offset, content)
     with pytest.raises(ShardError, match=said):
         read(pair)

@@ -1,5 +1,4 @@
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -10,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from data.shard_samples import npy_bytes, settings
-from fakes import ON_EACH, ON_S3, Emulator, Fault, Request
-from s3_store import S3Emulator
+from fakes import ON_EACH, ON_S3, Fault, Request
 
 from refocused.bucket.bucket import Bucket, stored_crc32c
 from refocused.bucket.folder import DirectoryBucket
@@ -66,13 +64,11 @@ def content_of(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture
-def source(tmp_path: Path) -> DirectoryBucket:
+def source(tmp_path):
     return DirectoryBucket(tmp_path / "source")
 
 
-def test_a_folder_becomes_equal_and_a_second_start_moves_nothing(
-    source: DirectoryBucket, tmp_path: Path
-) -> None:
+def test_a_folder_becomes_equal_and_a_second_start_moves_nothing(source, tmp_path):
     there = fill(source)
     first = sync(source, tmp_path / "to")
     assert content_of(tmp_path / "to") == there
@@ -83,9 +79,7 @@ def test_a_folder_becomes_equal_and_a_second_start_moves_nothing(
 
 @pytest.mark.parametrize("times_kept", [True, False])
 @pytest.mark.parametrize("damage", ["changed", "short", "gone"])
-def test_damaged_files_are_fetched_again(
-    source: DirectoryBucket, tmp_path: Path, damage: str, times_kept: bool
-) -> None:
+def test_damaged_files_are_fetched_again(source, tmp_path, damage, times_kept):
     there = fill(source)
     sync(source, tmp_path / "to")
     path = tmp_path / "to" / "t_002.npy"
@@ -100,7 +94,7 @@ def test_damaged_files_are_fetched_again(
     assert content_of(tmp_path / "to") == there
 
 
-def test_some_files_get_a_manifest_of_their_own(source: DirectoryBucket, tmp_path: Path) -> None:
+def test_some_files_get_a_manifest_of_their_own(source, tmp_path):
     fill(source)
     source.write("recipe.json", b"{}")
     sync(source, tmp_path / "to", max_files=2)
@@ -118,9 +112,7 @@ def test_some_files_get_a_manifest_of_their_own(source: DirectoryBucket, tmp_pat
 
 
 @pytest.mark.parametrize("damage", ["gone", "short", "changed"])
-def test_a_selected_shard_that_the_source_has_lost_is_an_error(
-    source: DirectoryBucket, tmp_path: Path, damage: str
-) -> None:
+def test_a_selected_shard_that_the_source_has_lost_is_an_error(source, tmp_path, damage):
     there = fill(source)
     sync(source, tmp_path / "to")
     path = tmp_path / "source" / "t_002.npy"
@@ -139,7 +131,7 @@ def test_a_selected_shard_that_the_source_has_lost_is_an_error(
     assert len(data.shards) == 4
 
 
-def test_metadata_of_other_chunks_are_not_copied(source: DirectoryBucket, tmp_path: Path) -> None:
+def test_metadata_of_other_chunks_are_not_copied(source, tmp_path):
     for folder in ("a", "b"):
         source.write(f"{folder}/metadata.json", b'{"num_chunks": 2}')
         for number in range(2):
@@ -153,9 +145,7 @@ def test_metadata_of_other_chunks_are_not_copied(source: DirectoryBucket, tmp_pa
     ]
 
 
-def test_patterns_select_and_an_empty_selection_is_refused(
-    source: DirectoryBucket, tmp_path: Path
-) -> None:
+def test_patterns_select_and_an_empty_selection_is_refused(source, tmp_path):
     fill(source)
     result = sync(source, tmp_path / "to", include=("nested/*",), exclude=("*_003.npy",))
     assert (result.objects, list(content_of(tmp_path / "to"))) == (1, ["nested/t_001.npy"])
@@ -163,7 +153,7 @@ def test_patterns_select_and_an_empty_selection_is_refused(
         sync(source, tmp_path / "to", include=("x*",))
 
 
-def test_a_sync_imports_nothing_that_it_does_not_need_before_the_first_byte() -> None:
+def test_a_sync_imports_nothing_that_it_does_not_need_before_the_first_byte():
     check = (
         "import sys, refocused.commands.prepare_data, refocused.prepare.sync;"
         "import refocused.bucket.open_bucket;"
@@ -175,9 +165,7 @@ def test_a_sync_imports_nothing_that_it_does_not_need_before_the_first_byte() ->
 
 @pytest.mark.bucket
 @pytest.mark.parametrize("without", [None, "unlisted", "undescribed"])
-def test_a_bucket_that_lists_no_checksums_is_fetched_and_uploaded(
-    emulator: Emulator, tmp_path: Path, without: str | None
-) -> None:
+def test_a_bucket_that_lists_no_checksums_is_fetched_and_uploaded(emulator, tmp_path, without):
     there = fill(DirectoryBucket(tmp_path / "from"))
     if without is not None:
         setattr(emulator.proxy, without, frozenset({"crc32c"}))
@@ -203,9 +191,7 @@ def test_a_bucket_that_lists_no_checksums_is_fetched_and_uploaded(
 
 @pytest.mark.bucket
 @ON_EACH
-def test_data_with_a_manifest_are_read_where_listing_is_not_allowed(
-    emulator: Emulator, tmp_path: Path
-) -> None:
+def test_data_with_a_manifest_are_read_where_listing_is_not_allowed(emulator, tmp_path):
     bucket = open_bucket(f"{emulator.url}/data")
     there = fill(bucket)
     listed = build_manifest(bucket, settings(), cache_file=None)
@@ -225,7 +211,7 @@ def test_data_with_a_manifest_are_read_where_listing_is_not_allowed(
 
 @pytest.mark.bucket
 @ON_S3
-def test_objects_of_other_tools_are_read_once(emulator: S3Emulator, tmp_path: Path) -> None:
+def test_objects_of_other_tools_are_read_once(emulator, tmp_path):
     there = {f"{number}.txt": b"text %d" % number for number in range(6)}
     for name, content in there.items():
         emulator.put(f"data/{name}", content, algorithm=None)
@@ -265,8 +251,8 @@ def test_objects_of_other_tools_are_read_once(emulator: S3Emulator, tmp_path: Pa
     ],
 )
 def test_objects_that_cannot_each_be_a_file_are_refused_before_the_first_is_fetched(
-    emulator: Emulator, tmp_path: Path, names: tuple[str, ...], told: str
-) -> None:
+    emulator, tmp_path, names, told
+):
     for name in (*names, "good.bin"):
         emulator.put(f"data/{name}", name.encode())
     bucket = open_bucket(f"{emulator.url}/data")
@@ -278,9 +264,7 @@ def test_objects_that_cannot_each_be_a_file_are_refused_before_the_first_is_fetc
 
 @pytest.mark.bucket
 @ON_EACH
-def test_an_object_that_the_store_does_not_describe_may_be_excluded(
-    emulator: Emulator, tmp_path: Path
-) -> None:
+def test_an_object_that_the_store_does_not_describe_may_be_excluded(emulator, tmp_path):
     reply = {
         "gs": b'{"items": [{"name": "data/a"}, {"name": "data/bad"}]}',
         "s3": b"<ListBucketResult><Contents><Key>data/a</Key></Contents>"
@@ -303,9 +287,7 @@ def test_an_object_that_the_store_does_not_describe_may_be_excluded(
 
 @pytest.mark.bucket
 @pytest.mark.parametrize("left", [None, ".part", "ours"])
-def test_an_object_named_like_a_part_of_another_arrives_beside_it(
-    emulator: Emulator, tmp_path: Path, left: str | None
-) -> None:
+def test_an_object_named_like_a_part_of_another_arrives_beside_it(emulator, tmp_path, left):
     there = {"a.npy": b"1" * 1000, "a.npy.part": b"2" * 1000, "b.npy": b"3" * 1000}
     for name, content in there.items():
         emulator.put(f"data/{name}", content)
@@ -324,9 +306,7 @@ def test_an_object_named_like_a_part_of_another_arrives_beside_it(
 
 
 @pytest.mark.bucket
-def test_records_of_a_sync_that_were_copied_to_a_bucket_are_not_fetched(
-    emulator: Emulator, tmp_path: Path
-) -> None:
+def test_records_of_a_sync_that_were_copied_to_a_bucket_are_not_fetched(emulator, tmp_path):
     emulator.put("data/.sync/index.json", b"of the folder that was copied here")
     emulator.put("data/a.npy", b"1")
     bucket = open_bucket(f"{emulator.url}/data")
@@ -334,7 +314,7 @@ def test_records_of_a_sync_that_were_copied_to_a_bucket_are_not_fetched(
     assert sync(bucket, tmp_path / "to").moved_objects == 0
 
 
-def test_upload_refuses_before_it_sends(tmp_path: Path) -> None:
+def test_upload_refuses_before_it_sends(tmp_path):
     (tmp_path / "from").mkdir()
     to = DirectoryBucket(tmp_path / "to")
     with pytest.raises(ShardError, match="no files to upload"):
@@ -365,9 +345,7 @@ def test_upload_refuses_before_it_sends(tmp_path: Path) -> None:
     "fault",
     [Fault(stall_after=500, stall_s=100.0), Fault(status=503, headers={"Retry-After": "99"})],
 )
-def test_ctrl_c_does_not_wait_for_transfers(
-    emulator: Emulator, tmp_path: Path, fault: Fault
-) -> None:
+def test_ctrl_c_does_not_wait_for_transfers(emulator, tmp_path, fault):
     bucket = open_bucket(f"{emulator.url}/data")
     there = fill(bucket)
 
@@ -401,9 +379,7 @@ def test_ctrl_c_does_not_wait_for_transfers(
 
 @pytest.mark.slow
 @pytest.mark.bucket
-def test_kills_leave_no_wrong_file_and_fetch_no_right_one_twice(
-    emulator: Emulator, tmp_path: Path, chance: random.Random
-) -> None:
+def test_kills_leave_no_wrong_file_and_fetch_no_right_one_twice(emulator, tmp_path, chance):
     bucket = open_bucket(f"{emulator.url}/data")
     there = fill(bucket, number=3 * KILLS, size=40_000)
     emulator.proxy.script(lambda r: r.is_download, Fault(delay_s=0.15), times=10**6)

@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 from data.shard_samples import WatchedBucket, llm_c_bytes, npy_bytes, npz_bytes, pt_bytes, settings
 from data.text_samples import tiny_bpe, word_file
-from fakes import Emulator
 
 from refocused.bucket.bucket import stored_crc32c
 from refocused.bucket.folder import DirectoryBucket
@@ -24,7 +23,7 @@ def inspect(
 
 
 @pytest.fixture
-def bucket(tmp_path: Path) -> WatchedBucket:
+def bucket(tmp_path):
     return WatchedBucket(tmp_path / "data")
 
 
@@ -36,7 +35,7 @@ def padded(rows: list[list[int]], columns: int) -> bytes:
     return npz_bytes(input_ids=ids, sequence_lengths=lengths)
 
 
-def test_padding_and_rows_are_counted(bucket: WatchedBucket) -> None:
+def test_padding_and_rows_are_counted(bucket):
     bucket.put("a.npz", padded([[5, 6, 7], [8], [5, 6, 7], []], 10))
     report = inspect(bucket, separator_id=9)
     assert (report.files, report.documents, report.places) == (1, 3, 40)
@@ -60,9 +59,7 @@ def lengths_of(sample: IdStatistics) -> dict[int, int]:
     return {int(edge): count for edge, count in zip(edges, counts, strict=False) if count}
 
 
-def test_documents_are_found_by_their_separator_or_their_rows(
-    bucket: WatchedBucket, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_documents_are_found_by_their_separator_or_their_rows(bucket, monkeypatch):
     bucket.put("a.npy", npy_bytes(np.array([9, 1, 2, 9, 3, 9, 1, 2], np.uint16)))
     assert inspect(bucket).sample.documents is None
     bucket.put("b.npy", npy_bytes(np.array([[1, 2, 3, 4, 5], [1, 2, 3, 4, 5]], np.int32)))
@@ -74,7 +71,7 @@ def test_documents_are_found_by_their_separator_or_their_rows(
         assert lengths_of(sample) == {5: 2}
 
 
-def test_every_form_is_read_and_the_refused_are_named(bucket: WatchedBucket) -> None:
+def test_every_form_is_read_and_the_refused_are_named(bucket):
     row = np.arange(12, dtype=np.int32).reshape(2, 6)
     bucket.put("a.npz", padded([[1, 2]], 4))
     bucket.put("d.npy", npy_bytes(row))
@@ -93,9 +90,7 @@ def test_every_form_is_read_and_the_refused_are_named(bucket: WatchedBucket) -> 
         assert any(said in problem for problem in report.problems), said
 
 
-def test_a_sample_is_spread_over_files_and_reported(
-    bucket: WatchedBucket, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sample_is_spread_over_files_and_reported(bucket, monkeypatch):
     monkeypatch.setattr(report_module, "SAMPLED_FILES", 5)
     for number in range(20):
         ids = np.full(100_000, number, np.uint16)
@@ -108,7 +103,7 @@ def test_a_sample_is_spread_over_files_and_reported(
     assert sum(length for _, length in bucket.reads) < 20 * 70_000 * 2
 
 
-def test_ids_beyond_a_vocabulary_are_a_problem(bucket: WatchedBucket) -> None:
+def test_ids_beyond_a_vocabulary_are_a_problem(bucket):
     bucket.put("a.npy", npy_bytes(np.array([1, 2**32 - 1], np.uint32)))
     sample = inspect(bucket).sample  # which takes no memory for ids between
     assert (sample.max_id, sample.distinct_ids) == (2**32 - 1, 1)
@@ -126,9 +121,7 @@ def test_ids_beyond_a_vocabulary_are_a_problem(bucket: WatchedBucket) -> None:
         (np.array([5] * 700 + list(range(300)), np.uint16), "70% of its first 1,000 ids are 5"),
     ],
 )
-def test_ids_that_are_probably_no_tokens_are_a_problem(
-    bucket: WatchedBucket, ids: Any, said: str
-) -> None:
+def test_ids_that_are_probably_no_tokens_are_a_problem(bucket, ids, said):
     bucket.put("a.npy", npy_bytes(ids))
     assert any(said in problem for problem in inspect(bucket).problems)
 
@@ -142,9 +135,7 @@ def test_ids_that_are_probably_no_tokens_are_a_problem(
         ([[*b"ab", 9], [*b"c", 9, 9]], {"pad_id": 9}, "'ab' (end of row) 'c'"),
     ],
 )
-def test_text_is_shown_around_a_border_of_documents(
-    bucket: WatchedBucket, ids: Any, data: dict[str, Any], shown: str
-) -> None:
+def test_text_is_shown_around_a_border_of_documents(bucket, ids, data, shown):
     bucket.put("a.npy", npy_bytes(np.array(ids, np.int32)))
     bucket.put("recipe.json", b'{"tokenizer": "bytes"}')
     report = inspect_data(bucket, settings(**data), 10**9, None, shows_text=True)
@@ -164,9 +155,7 @@ def test_text_is_shown_around_a_border_of_documents(
         ("pairs", [262, 83, 71, 68, 262, 257], 1 / 2),  # "the" is one id
     ],
 )
-def test_ids_that_the_tokenizer_would_not_give_are_reported(
-    bucket: WatchedBucket, tmp_path: Path, kind: str, ids: Any, lost: float
-) -> None:
+def test_ids_that_the_tokenizer_would_not_give_are_reported(bucket, tmp_path, kind, ids, lost):
     bucket.put("a.npy", npy_bytes(np.array(ids, np.int32)))
     how = {"tokenizer": str(word_file(tmp_path / "tokenizer.json"))}
     if kind == "pairs":
@@ -177,7 +166,7 @@ def test_ids_that_the_tokenizer_would_not_give_are_reported(
     assert len(said) == (lost > 0) and len(report.problems) == (lost > 0.01)
 
 
-def test_an_empty_selection_is_refused(bucket: WatchedBucket) -> None:
+def test_an_empty_selection_is_refused(bucket):
     bucket.put("readme.md", b"")
     with pytest.raises(ShardError, match="neither tokens nor text among 1 objects"):
         inspect(bucket)
@@ -199,7 +188,7 @@ def verify(
 
 
 @pytest.fixture
-def prepared(tmp_path: Path) -> DirectoryBucket:
+def prepared(tmp_path):
     """Three shards of 100 tokens with their manifest."""
     bucket = DirectoryBucket(tmp_path / "data")
     rows = []
@@ -218,7 +207,7 @@ def flip(path: Path, offset: int) -> None:
     path.write_bytes(content)
 
 
-def test_intact_files_have_no_problems(prepared: DirectoryBucket) -> None:
+def test_intact_files_have_no_problems(prepared):
     for deep in (False, True):
         found = verify(prepared, deep=deep)
         assert [finding.problem for finding in found.values()] == [None] * 3
@@ -228,7 +217,7 @@ def test_intact_files_have_no_problems(prepared: DirectoryBucket) -> None:
     assert [finding.problem is None for finding in found.values()] == [True, True, False]
 
 
-def test_damage_is_found_without_reading_deep(prepared: DirectoryBucket, tmp_path: Path) -> None:
+def test_damage_is_found_without_reading_deep(prepared, tmp_path):
     flip(tmp_path / "data" / "t_0.npy", 200)
     (tmp_path / "data" / "t_1.npy").unlink()
     with (tmp_path / "data" / "t_2.npy").open("ab") as file:
@@ -239,7 +228,7 @@ def test_damage_is_found_without_reading_deep(prepared: DirectoryBucket, tmp_pat
     assert "bytes" in found["t_2.npy"]
 
 
-def test_a_wrong_manifest_is_found_by_a_deep_check(prepared: DirectoryBucket) -> None:
+def test_a_wrong_manifest_is_found_by_a_deep_check(prepared):
     blob = prepared.info("t_0.npy")
     assert blob is not None
     row = Shard("t_0.npy", 99, "uint16", blob.size, stored_crc32c(prepared, blob), None)
@@ -248,7 +237,7 @@ def test_a_wrong_manifest_is_found_by_a_deep_check(prepared: DirectoryBucket) ->
     assert "it holds 100 tokens" in (verify(prepared, deep=True)["t_0.npy"].problem or "")
 
 
-def test_files_without_a_manifest_are_read(tmp_path: Path) -> None:
+def test_files_without_a_manifest_are_read(tmp_path):
     bucket = DirectoryBucket(tmp_path / "data")
     bucket.write("a.npy", npy_bytes(np.arange(50, dtype=np.int32)))
     bucket.write("b.npy", npy_bytes(np.arange(50, dtype=np.int32))[:-4])
@@ -261,7 +250,7 @@ def test_files_without_a_manifest_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.bucket
-def test_a_bucket_is_verified_by_its_own_checksums(emulator: Emulator) -> None:
+def test_a_bucket_is_verified_by_its_own_checksums(emulator):
     bucket = open_bucket(f"{emulator.url}/data")
     blob = bucket.write("a.npy", npy_bytes(np.arange(50, dtype=np.uint16)))
     write_manifest(bucket, Manifest((Shard("a.npy", 50, "uint16", blob.size, 1, None),), "x"))
@@ -270,9 +259,7 @@ def test_a_bucket_is_verified_by_its_own_checksums(emulator: Emulator) -> None:
     assert not downloads
 
 
-def test_a_deep_verification_finds_ids_that_the_type_in_the_manifest_cannot_hold(
-    prepared: DirectoryBucket,
-) -> None:
+def test_a_deep_verification_finds_ids_that_the_type_in_the_manifest_cannot_hold(prepared):
     content = npy_bytes(np.full(100, 70_000, np.int32))
     blob = prepared.write("t_1.npy", content, overwrite=True)
     rows = {one.name: one for one in read_manifest(prepared).shards}

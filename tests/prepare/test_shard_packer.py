@@ -60,9 +60,7 @@ def pack(folder: Path, *, cut_after: int = 10**9, is_whole: bool = True) -> list
         return journal.shards("s")
 
 
-def test_finished_shards_and_their_rows_survive_a_power_cut(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_finished_shards_and_their_rows_survive_a_power_cut(tmp_path, monkeypatch):
     rows = pack(tmp_path)
     disk = Disk(monkeypatch)
     assert pack(tmp_path) == rows  # a start reads the journal and writes it anew
@@ -73,7 +71,7 @@ def test_finished_shards_and_their_rows_survive_a_power_cut(
 
 
 @pytest.mark.parametrize("lines", range(11))
-def test_packing_continues_from_any_line_of_the_journal(tmp_path: Path, lines: int) -> None:
+def test_packing_continues_from_any_line_of_the_journal(tmp_path, lines):
     with pytest.raises(PowerCutError):
         pack(tmp_path, cut_after=lines)
     before = {path: path.stat().st_ino for path in tmp_path.glob("*.npy")}
@@ -88,9 +86,7 @@ def test_packing_continues_from_any_line_of_the_journal(tmp_path: Path, lines: i
 
 
 @pytest.mark.parametrize("damage", ["gone", "short", "changed"])
-def test_a_damaged_open_shard_is_made_again(
-    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_open_shard_is_made_again(tmp_path, damage, caplog):
     with pytest.raises(PowerCutError):
         pack(tmp_path, cut_after=1)
     path = tmp_path / "work" / "s_train.open"
@@ -105,7 +101,7 @@ def test_a_damaged_open_shard_is_made_again(
     assert stream(tmp_path, "train") == ALL
 
 
-def test_a_journal_is_rewound_to_a_shard(tmp_path: Path) -> None:
+def test_a_journal_is_rewound_to_a_shard(tmp_path):
     rows = pack(tmp_path)
     with opened(tmp_path) as journal:
         journal.rewind("s", shards=2)
@@ -117,9 +113,7 @@ def test_a_journal_is_rewound_to_a_shard(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("garbage", [b"\0" * 99, b"\0" * 99 + b"\n", b"\0\n{}\n", b'{"stream": \n'])
-def test_what_a_power_cut_left_at_the_journals_end_is_dropped(
-    tmp_path: Path, garbage: bytes
-) -> None:
+def test_what_a_power_cut_left_at_the_journals_end_is_dropped(tmp_path, garbage):
     with pytest.raises(PowerCutError):
         pack(tmp_path, cut_after=4)
     journal = tmp_path / "work" / "journal.jsonl"
@@ -131,7 +125,7 @@ def test_what_a_power_cut_left_at_the_journals_end_is_dropped(
     assert stream(tmp_path, "train") == ALL
 
 
-def test_a_torn_last_line_is_dropped(tmp_path: Path) -> None:
+def test_a_torn_last_line_is_dropped(tmp_path):
     rows = pack(tmp_path)
     path = tmp_path / "work" / "journal.jsonl"
     whole = path.read_bytes()

@@ -24,7 +24,7 @@ def wrong_input(*arguments: object) -> str:
     return str(caught.value)
 
 
-def test_folders_are_read_in_name_order_and_files_as_named(tmp_path: Path) -> None:
+def test_folders_are_read_in_name_order_and_files_as_named(tmp_path):
     for name in ("b/2.txt", "b/a/1.jsonl", "b/.hidden/3.txt", "b/readme.md", "a.txt"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
@@ -33,7 +33,7 @@ def test_folders_are_read_in_name_order_and_files_as_named(tmp_path: Path) -> No
     assert found[2].size == 5
 
 
-def test_a_changed_file_of_the_same_size_is_noticed(tmp_path: Path) -> None:
+def test_a_changed_file_of_the_same_size_is_noticed(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("one" + " " * 300_000 + "end")
     before = find_inputs([str(path)])
@@ -41,7 +41,7 @@ def test_a_changed_file_of_the_same_size_is_noticed(tmp_path: Path) -> None:
     assert find_inputs([str(path)]) != before
 
 
-def test_wrong_inputs_are_refused(tmp_path: Path) -> None:
+def test_wrong_inputs_are_refused(tmp_path):
     (tmp_path / "a.txt").touch()
     (tmp_path / "a.html").touch()
     (tmp_path / "empty").mkdir()
@@ -52,9 +52,7 @@ def test_wrong_inputs_are_refused(tmp_path: Path) -> None:
     assert "this file is given twice" in wrong_input(tmp_path / "a.txt", tmp_path)
 
 
-def test_small_files_share_a_task_and_large_ones_are_split(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_small_files_share_a_task_and_large_ones_are_split(tmp_path, monkeypatch):
     monkeypatch.setattr(text_inputs, "TASK_BYTES", 1000)
     for name in ("1.txt", "2.txt", "3.txt"):
         (tmp_path / name).write_text("x" * 400)
@@ -126,9 +124,7 @@ def arrow(*, as_file: bool = False) -> bytes:
     ],
     ids=lambda value: value if isinstance(value, str) else "",  # gzip writes the time into bytes
 )
-def test_every_format_gives_the_same_documents(
-    tmp_path: Path, small_pieces: None, name: str, content: bytes
-) -> None:
+def test_every_format_gives_the_same_documents(tmp_path, small_pieces, name, content):
     (tmp_path / name).write_bytes(content)
     (file,) = find_inputs([str(tmp_path)])
     counts = Counter[str]()
@@ -145,9 +141,7 @@ def test_every_format_gives_the_same_documents(
         assert "it has body, id" in refused(tmp_path / name) or "has no column 'text'"
 
 
-def test_the_content_tells_whether_a_text_is_compressed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_content_tells_whether_a_text_is_compressed(tmp_path, monkeypatch):
     """Stores keep `Content-Encoding: gzip` without `.gz`, and clients unpack what has it."""
     monkeypatch.setattr(text_inputs, "TASK_BYTES", 50)
     for name, content in (
@@ -163,7 +157,7 @@ def test_the_content_tells_whether_a_text_is_compressed(
     assert texts == ["a b", "é\n", "c" * 99] * 2 + ["text"]
 
 
-def test_compressed_and_marked_texts_are_one_document(tmp_path: Path, small_pieces: None) -> None:
+def test_compressed_and_marked_texts_are_one_document(tmp_path, small_pieces):
     text = "Hëllo wörld,\n漢字 and more words\n"
     for name, content in (
         ("a.TXT", text.encode()),
@@ -177,9 +171,7 @@ def test_compressed_and_marked_texts_are_one_document(tmp_path: Path, small_piec
     assert "cannot be read completely (Truncated" in refused(tmp_path / "a.txt.zst")
 
 
-def test_what_is_left_out_and_what_looks_held_out_is_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_is_left_out_and_what_looks_held_out_is_named(tmp_path, caplog):
     names = ["train-00000.parquet", "test-00000.parquet", "dev/a.txt", "latest.txt"]
     others = ["a.csv", "b.tar.zst", "README.md", "dataset_info.json", "cache-0f.arrow"]
     for name in [*names, *others, ".hidden"]:
@@ -195,7 +187,7 @@ def test_what_is_left_out_and_what_looks_held_out_is_named(
 
 
 @pytest.mark.parametrize("kind", ["dictionary", "string_view", "large_string"])
-def test_other_types_of_text_columns_are_text(tmp_path: Path, kind: str) -> None:
+def test_other_types_of_text_columns_are_text(tmp_path, kind):
     import pyarrow
     from pyarrow import parquet
 
@@ -213,12 +205,12 @@ def refused(path: Path, **reading: object) -> str:
 
 
 @pytest.fixture
-def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_pieces(monkeypatch):
     monkeypatch.setattr(text_documents, "PIECE_CHARACTERS", 20)
     monkeypatch.setattr(text_documents, "BLOCK_BYTES", 7)
 
 
-def test_a_txt_file_is_one_document(tmp_path: Path, small_pieces: None) -> None:
+def test_a_txt_file_is_one_document(tmp_path, small_pieces):
     path = tmp_path / "a.txt"
     path.write_bytes(b"\xef\xbb\xbf" + "Hëllo wörld,\r\n漢字 and more words\n\n".encode())
     assert documents(path) == ["Hëllo wörld,\r\n漢字 and more words\n\n"]
@@ -226,7 +218,7 @@ def test_a_txt_file_is_one_document(tmp_path: Path, small_pieces: None) -> None:
     assert len(list(pieces(Span(path), TextReading(cuts_at_spaces=False)))) == 1
 
 
-def test_empty_lines_and_files(tmp_path: Path) -> None:
+def test_empty_lines_and_files(tmp_path):
     for name, content, options, wanted in (
         ("a.txt", "", {}, []),
         ("a.txt", "one\ntwo\n\nthree\n", {"separator": ""}, ["one\ntwo\n", "three\n"]),
@@ -237,9 +229,7 @@ def test_empty_lines_and_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("last", ["", "\n", "\n--"])
-def test_a_line_separates_the_documents_of_a_txt(
-    tmp_path: Path, small_pieces: None, last: str
-) -> None:
+def test_a_line_separates_the_documents_of_a_txt(tmp_path, small_pieces, last):
     path = tmp_path / "a.txt"
     path.write_text(f"--\none -- two\n\n--\r\n--\nthree {'four ' * 20}{last}")
     first, second = documents(path, separator="--")
@@ -251,9 +241,7 @@ def test_a_line_separates_the_documents_of_a_txt(
     text=st.text(alphabet=st.sampled_from("aé 漢1!'s\n\t  "), max_size=200), size=st.integers(2, 30)
 )
 @settings(max_examples=300, deadline=None)
-def test_split_text_has_the_tokens_of_the_whole_text(
-    text: str, size: int, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_split_text_has_the_tokens_of_the_whole_text(text, size, tmp_path_factory):
     folder = tmp_path_factory.getbasetemp() / "cut"
     tokenizer = open_tokenizer(TokenizerChoice("gpt2", bpe_folder=tiny_bpe(folder)))
     path = folder / "a.txt"
@@ -266,9 +254,7 @@ def test_split_text_has_the_tokens_of_the_whole_text(
     assert ids == tokenizer.encode(text).tolist()
 
 
-def test_text_that_cannot_be_split_has_a_limit(
-    tmp_path: Path, small_pieces: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_text_that_cannot_be_split_has_a_limit(tmp_path, small_pieces, monkeypatch):
     monkeypatch.setattr(text_documents, "MAX_DOCUMENT_CHARACTERS", 100)
     path = tmp_path / "a.txt"
     path.write_text("some words " * 20)
@@ -278,7 +264,7 @@ def test_text_that_cannot_be_split_has_a_limit(
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz", "parquet"])
-def test_rows_are_documents(tmp_path: Path, suffix: str) -> None:
+def test_rows_are_documents(tmp_path, suffix):
     texts = [*random_texts(30), "", "last"]
     path = tmp_path / f"a.{suffix}"
     if suffix == "parquet":
@@ -294,7 +280,7 @@ def test_rows_are_documents(tmp_path: Path, suffix: str) -> None:
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 7, 50, 400])
-def test_spans_of_a_jsonl_hold_each_line_once(tmp_path: Path, parts: int) -> None:
+def test_spans_of_a_jsonl_hold_each_line_once(tmp_path, parts):
     texts = random_texts(20)
     path = write_jsonl(tmp_path / "a.jsonl", texts)
     step = path.stat().st_size // parts + 1
@@ -304,7 +290,7 @@ def test_spans_of_a_jsonl_hold_each_line_once(tmp_path: Path, parts: int) -> Non
     assert documents(path) == texts
 
 
-def test_bad_lines_are_named_by_their_place(tmp_path: Path) -> None:
+def test_bad_lines_are_named_by_their_place(tmp_path):
     path = tmp_path / "a.jsonl"
     for line, said in (
         ("{", "not JSON"),
@@ -319,7 +305,7 @@ def test_bad_lines_are_named_by_their_place(tmp_path: Path) -> None:
         assert said in message
 
 
-def test_invalid_unicode_is_refused_or_replaced(tmp_path: Path) -> None:
+def test_invalid_unicode_is_refused_or_replaced(tmp_path):
     path = tmp_path / "a.txt"
     path.write_bytes(b"good " * 60_000 + b"b\xffd")
     assert "not UTF-8 at byte 300,001" in refused(path)
@@ -332,7 +318,7 @@ def test_invalid_unicode_is_refused_or_replaced(tmp_path: Path) -> None:
     assert "a lone surrogate at character 1" in refused(path)
 
 
-def test_damaged_files_are_named(tmp_path: Path) -> None:
+def test_damaged_files_are_named(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl.gz", random_texts(500))
     path.write_bytes(path.read_bytes()[:-100])
     assert "cannot be read completely" in refused(path)
@@ -351,7 +337,7 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_the_recipe_of_the_guide_removes_duplicates(tmp_path: Path) -> None:
+def test_the_recipe_of_the_guide_removes_duplicates(tmp_path):
     for module in ("datatrove", "orjson", "spacy", "xxhash"):
         pytest.importorskip(module)
     guide = (Path(__file__).parents[2] / "docs/guides/your_data.md").read_text()

@@ -22,7 +22,7 @@ from data.text_samples import (
     write_parquet,
 )
 from evaluate.test_origin import hub as hub
-from fakes import Emulator, Fault
+from fakes import Fault
 from huggingface_hub import constants
 
 from refocused.bucket.bucket import Bucket
@@ -55,7 +55,7 @@ def make(
 
 
 @pytest.fixture
-def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def texts(tmp_path, monkeypatch):
     """Files of every form, several tasks of them."""
     monkeypatch.setattr(text_inputs, "TASK_BYTES", 3000)
     folder = tmp_path / "texts"
@@ -71,9 +71,7 @@ def all_texts() -> list[str]:
     return [text for seed, number in sizes.items() for text in random_texts(number, seed=seed)]
 
 
-def test_every_document_is_in_its_split_in_order_after_an_end_of_text(
-    texts: Path, tmp_path: Path
-) -> None:
+def test_every_document_is_in_its_split_in_order_after_an_end_of_text(texts, tmp_path):
     out = tmp_path / "out"
     result = make(texts, out)
     for split in ("train", "val"):
@@ -88,8 +86,8 @@ def test_every_document_is_in_its_split_in_order_after_an_end_of_text(
 
 
 def test_output_is_independent_of_workers_and_progress_reaches_the_end(
-    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    texts, tmp_path, monkeypatch
+):
     choice = TokenizerChoice("gpt2", bpe_folder=tiny_bpe(tmp_path / "bpe"))
     progress: list[TokenizeProgress] = []
     result = make(texts, tmp_path / "1", tokenizer=choice, progress=progress.append)
@@ -104,7 +102,7 @@ def test_output_is_independent_of_workers_and_progress_reaches_the_end(
     assert progress[-1].tokens == result.manifest.tokens == result.new_tokens
 
 
-def test_a_large_vocabulary_takes_four_bytes(texts: Path, tmp_path: Path) -> None:
+def test_a_large_vocabulary_takes_four_bytes(texts, tmp_path):
     from tokenizers import Tokenizer, models
 
     words = {f"w{n}": n for n in range(70_000)} | {"</s>": 70_000, "[UNK]": 70_001}
@@ -144,9 +142,7 @@ def lossy(kind: str, file: Path) -> TokenizerChoice:
 
 
 @pytest.mark.parametrize("kind", ["vanish", "unknown", "words", "pieces", "byte level"])
-def test_lost_characters_are_a_warning_and_an_error_above_one_percent(
-    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_lost_characters_are_a_warning_and_an_error_above_one_percent(tmp_path, kind, caplog):
     choice, file = lossy(kind, tmp_path / "tokenizer.json"), tmp_path / "texts" / "a.txt"
     file.parent.mkdir()
     file.write_text("ab cd " * 30 + "\u6f22\u5b57")
@@ -164,7 +160,7 @@ def test_lost_characters_are_a_warning_and_an_error_above_one_percent(
     assert notes[1] == f"{said} '\u6f22' (1 times)" and notes[1] in caplog.text
 
 
-def test_normalization_is_named_and_no_error(tmp_path: Path) -> None:
+def test_normalization_is_named_and_no_error(tmp_path):
     choice, file = lossy("normalized", tmp_path / "tokenizer.json"), tmp_path / "a.txt"
     file.write_text("Ab \uff43d " * 50)  # a capital, and a letter of full width
     notes = make(file, tmp_path / "out", tokenizer=choice).manifest.notes
@@ -172,7 +168,7 @@ def test_normalization_is_named_and_no_error(tmp_path: Path) -> None:
     assert notes[1:] == (f"{said} 'A' (50 times), '\uff43' (50 times)",)
 
 
-def test_a_finished_set_is_verified_and_kept(texts: Path, tmp_path: Path) -> None:
+def test_a_finished_set_is_verified_and_kept(texts, tmp_path):
     out = tmp_path / "out"
     first = make(texts, out)
     before = {path: path.stat().st_mtime_ns for path in out.iterdir()}
@@ -185,7 +181,7 @@ def test_a_finished_set_is_verified_and_kept(texts: Path, tmp_path: Path) -> Non
         make(texts, out)
 
 
-def test_another_recipe_is_refused_by_what_differs(texts: Path, tmp_path: Path) -> None:
+def test_another_recipe_is_refused_by_what_differs(texts, tmp_path):
     out = tmp_path / "out"
     make(texts, out)
     before = files_of(out)
@@ -202,9 +198,7 @@ def test_another_recipe_is_refused_by_what_differs(texts: Path, tmp_path: Path) 
     assert files_of(out) == before
 
 
-def test_a_failed_set_begins_anew_with_another_recipe(
-    texts: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_failed_set_begins_anew_with_another_recipe(texts, tmp_path, caplog):
     """Both remedies of the message work, and nothing of the first call remains, but notes do."""
     out = tmp_path / "out"
     (texts / "5.txt").write_bytes(b"Caf\xe9")
@@ -225,9 +219,7 @@ def test_a_failed_set_begins_anew_with_another_recipe(
         make(texts, out, name="other")  # finished data are protected
 
 
-def test_an_emptied_target_takes_nothing_from_tasks_of_another_recipe(
-    texts: Path, tmp_path: Path
-) -> None:
+def test_an_emptied_target_takes_nothing_from_tasks_of_another_recipe(texts, tmp_path):
     out, request = tmp_path / "out", TokenizeRequest(BYTES, 1000, 0.2)
     (out / ".prepare").mkdir(parents=True)  # of a killed call, whose target was emptied since
     Worker(request, out / ".prepare").run(0, plan_tasks(find_inputs([str(texts)]))[0].spans)
@@ -237,9 +229,7 @@ def test_an_emptied_target_takes_nothing_from_tasks_of_another_recipe(
     assert files_of(out) == files_of(tmp_path / "fresh")
 
 
-def test_a_target_with_other_data_or_another_process_is_refused(
-    texts: Path, tmp_path: Path
-) -> None:
+def test_a_target_with_other_data_or_another_process_is_refused(texts, tmp_path):
     work = tmp_path / "out" / ".prepare"
     work.mkdir(parents=True)
     with (work / "lock").open("w") as lock:
@@ -257,9 +247,7 @@ def test_a_target_with_other_data_or_another_process_is_refused(
 
 
 @pytest.mark.parametrize("best_fit", [None, 64])
-def test_a_lost_shard_of_an_unfinished_set_is_made_again(
-    texts: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, best_fit: int | None
-) -> None:
+def test_a_lost_shard_of_an_unfinished_set_is_made_again(texts, tmp_path, caplog, best_fit):
     out = tmp_path / "out"
     whole = make(texts, tmp_path / "whole", best_fit=best_fit).manifest
     assert {shard.packed_for for shard in whole.shards} == {best_fit}
@@ -286,9 +274,7 @@ def test_a_lost_shard_of_an_unfinished_set_is_made_again(
 
 
 @pytest.mark.bucket
-def test_texts_and_shards_of_a_bucket_need_no_local_copy(
-    texts: Path, tmp_path: Path, emulator: Emulator
-) -> None:
+def test_texts_and_shards_of_a_bucket_need_no_local_copy(texts, tmp_path, emulator):
     bucket = open_bucket(f"{emulator.url}/prepared")
     source = open_bucket(f"{emulator.url}/texts/sub")
     for path in [*texts.iterdir(), write_jsonl(tmp_path / "other.csv", ["no text file"])]:
@@ -318,9 +304,7 @@ def test_texts_and_shards_of_a_bucket_need_no_local_copy(
 
 
 @pytest.mark.bucket
-def test_a_data_set_of_the_hub_needs_no_local_copy(
-    texts: Path, tmp_path: Path, hub: dict[str, dict[str, bytes]]
-) -> None:
+def test_a_data_set_of_the_hub_needs_no_local_copy(texts, tmp_path, hub):
     hub["me/web"] = {f"data/{path.name}": path.read_bytes() for path in texts.iterdir()}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_ENDPOINT", constants.ENDPOINT)  # of the workers
@@ -332,7 +316,7 @@ def test_a_data_set_of_the_hub_needs_no_local_copy(
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
+def cluster():
     """A cluster of two workers, which the calls of this file join."""
     ray = pytest.importorskip("ray")
     ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
@@ -341,9 +325,7 @@ def cluster() -> Iterator[None]:
 
 
 @pytest.mark.slow
-def test_a_killed_worker_of_ray_costs_one_task(
-    cluster: None, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_worker_of_ray_costs_one_task(cluster, texts, tmp_path, monkeypatch):
     log, original = tmp_path / "tasks.log", task_pools.stream_task
 
     def stream(request: Any, version: str, number: int, spans: Any) -> Iterator[bytes]:
@@ -365,9 +347,7 @@ def test_a_killed_worker_of_ray_costs_one_task(
 
 
 @pytest.mark.slow
-def test_a_bad_document_gives_the_same_message_on_ray(
-    cluster: None, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bad_document_gives_the_same_message_on_ray(cluster, texts, tmp_path, monkeypatch):
     lines = (texts / "1.jsonl").read_text().splitlines()
     (texts / "1.jsonl").write_text("\n".join([*lines[:20], '{"text": 1}', *lines[20:30], "{}"]))
     with pytest.raises(ShardError, match="it has no text under 'text'") as error:

@@ -102,9 +102,7 @@ class Tokenizing(Victim):
 
 
 @pytest.mark.slow
-def test_kills_lose_no_shard_and_repeat_no_finished_task(
-    tmp_path: Path, chance: random.Random
-) -> None:
+def test_kills_lose_no_shard_and_repeat_no_finished_task(tmp_path, chance):
     job = Job(tmp_path)
     write_jsonl(tmp_path / "in.jsonl", random_texts(400 * KILLS, seed=5))
     assert job.start(tmp_path / "whole", seconds=0.0).wait(120) == 0
@@ -117,7 +115,7 @@ def test_kills_lose_no_shard_and_repeat_no_finished_task(
 
 
 @pytest.mark.slow
-def test_the_processes_of_a_killed_command_end(tmp_path: Path) -> None:
+def test_the_processes_of_a_killed_command_end(tmp_path):
     job = Job(tmp_path)
     write_jsonl(tmp_path / "in.jsonl", random_texts(2000))
     running = job.start(job.out, seconds=0.2)
@@ -130,7 +128,7 @@ def test_the_processes_of_a_killed_command_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_lost_process_of_a_step_costs_one_task(tmp_path: Path) -> None:
+def test_a_lost_process_of_a_step_costs_one_task(tmp_path):
     job, log = Job(tmp_path), tmp_path / "lost.log"
     texts = write_jsonl(tmp_path / "in.jsonl", random_texts(250))
     lost = job.step(1, seconds=60, TASK_LOG=str(log))
@@ -155,7 +153,7 @@ def test_a_lost_process_of_a_step_costs_one_task(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("executor", [pytest.param("ray", marks=pytest.mark.long), "slurm"])
 @pytest.mark.slow
-def test_a_killed_command_on_many_hosts_continues(tmp_path: Path, executor: str) -> None:
+def test_a_killed_command_on_many_hosts_continues(tmp_path, executor):
     if executor == "ray":
         pytest.importorskip("ray")
     job, options = Job(tmp_path), ("--executor", executor)

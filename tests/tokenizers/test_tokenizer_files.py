@@ -32,7 +32,7 @@ def opened(content: bytes) -> Any:
 
 
 @pytest.mark.parametrize("number", range(4))
-def test_text_gets_the_ids_of_the_data(tmp_path: Path, number: int) -> None:
+def test_text_gets_the_ids_of_the_data(tmp_path, number):
     choice = choices(tmp_path)[number]
     wanted = open_tokenizer(choice)
     found = opened(tokenizer_file(choice, vocabulary=512))
@@ -46,7 +46,7 @@ def test_text_gets_the_ids_of_the_data(tmp_path: Path, number: int) -> None:
         assert found.encode("<|endoftext|>").ids == [wanted.end_of_text_id]
 
 
-def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path: Path) -> None:
+def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path):
     for choice, largest in zip(choices(tmp_path), (256, 262, 3, 289), strict=True):
         content = tokenizer_file(choice, vocabulary=largest + 1)
         with pytest.raises(
@@ -57,7 +57,7 @@ def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path: Path) -> None:
             check_vocabulary(content, vocabulary=largest, where="here")
 
 
-def test_trained_byte_pairs_depend_on_the_texts_alone() -> None:
+def test_trained_byte_pairs_depend_on_the_texts_alone():
     texts = random_texts(60)
     special = ("<|user|>", "<|endoftext|>")
     content = train_byte_pairs(texts, vocabulary=400, special_tokens=special)
@@ -69,13 +69,13 @@ def test_trained_byte_pairs_depend_on_the_texts_alone() -> None:
     assert "".join(tokens).count("\u010a") == 3
 
 
-def test_a_vocabulary_without_room_for_the_bytes_is_refused() -> None:
+def test_a_vocabulary_without_room_for_the_bytes_is_refused():
     for vocabulary, special in ((256, []), (257, ["<a>"]), (300, ["e"]), (300, [""])):
         with pytest.raises(ShardError, match="give at least"):
             train_byte_pairs(["text"], vocabulary=vocabulary, special_tokens=special)
 
 
-def test_missing_files_are_named(tmp_path: Path) -> None:
+def test_missing_files_are_named(tmp_path):
     with pytest.raises(ShardError, match=r"built from vocab.bpe and encoder.json"):
         tokenizer_file(TokenizerChoice("gpt2"), vocabulary=512)
     with pytest.raises(ShardError, match="there is no such file"):

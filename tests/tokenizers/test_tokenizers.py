@@ -4,7 +4,6 @@ import json
 import shlex
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 from data.text_samples import random_texts, tiny_bpe, word_file
@@ -25,15 +24,13 @@ def refused(choice: TokenizerChoice) -> str:
     return str(caught.value)
 
 
-def test_bytes_are_utf_8() -> None:
+def test_bytes_are_utf_8():
     tokenizer = open_tokenizer(TokenizerChoice("bytes"))
     assert bytes(tokenizer.encode(TEXT)).decode() == TEXT
     assert (tokenizer.end_of_text_id, tokenizer.vocabulary) == (256, 257)
 
 
-def test_byte_pairs_are_those_of_tiktokens_own_loader(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_byte_pairs_are_those_of_tiktokens_own_loader(tmp_path, monkeypatch):
     import tiktoken
     from tiktoken.load import data_gym_to_mergeable_bpe_ranks
     from tiktoken_ext.openai_public import r50k_pat_str
@@ -51,7 +48,7 @@ def test_byte_pairs_are_those_of_tiktokens_own_loader(
     assert ours.vocabulary == len(ranks) + 1
 
 
-def test_missing_byte_pair_files_are_named_with_their_download(tmp_path: Path) -> None:
+def test_missing_byte_pair_files_are_named_with_their_download(tmp_path):
     assert "--bpe-folder" in refused(TokenizerChoice("gpt2"))
     folder = tmp_path / "two words"
     text, command, advice = refused(TokenizerChoice("gpt2", bpe_folder=folder)).splitlines()
@@ -65,7 +62,7 @@ def test_missing_byte_pair_files_are_named_with_their_download(tmp_path: Path) -
     assert f"--bpe-folder '{folder}'" in advice
 
 
-def test_a_file_neither_pads_nor_truncates_nor_adds_tokens(tmp_path: Path) -> None:
+def test_a_file_neither_pads_nor_truncates_nor_adds_tokens(tmp_path):
     tokenizer = open_tokenizer(TokenizerChoice(str(word_file(tmp_path / "tokenizer.json"))))
     assert tokenizer.encode("the cat the").tolist() == [0, 1, 0]
     assert (tokenizer.end_of_text_id, tokenizer.vocabulary) == (3, 4)
@@ -120,7 +117,7 @@ KINDS = ["not special", "words", "word pieces", "pieces", "merges", "whole words
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_text_encodes_to_the_separator(tmp_path: Path, kind: str) -> None:
+def test_no_text_encodes_to_the_separator(tmp_path, kind):
     from tokenizers import Tokenizer
 
     file = saved(kind, tmp_path / "tokenizer.json")
@@ -137,7 +134,7 @@ def test_no_text_encodes_to_the_separator(tmp_path: Path, kind: str) -> None:
     assert tokenizer.vocabulary == library.get_vocab_size()
 
 
-def test_a_special_end_of_text_is_preferred_to_a_tag_of_html(tmp_path: Path) -> None:
+def test_a_special_end_of_text_is_preferred_to_a_tag_of_html(tmp_path):
     from tokenizers import Tokenizer, models
 
     tokenizer = Tokenizer(models.BPE({letter: n for n, letter in enumerate("</seo>")}, []))
@@ -166,9 +163,7 @@ def test_a_special_end_of_text_is_preferred_to_a_tag_of_html(tmp_path: Path) -> 
         ({CONFIG: {"eos_token": "<other>"}}, "config.json: the tokenizer has no token '<other>'"),
     ],
 )
-def test_the_named_end_of_text_is_taken_and_a_choice_is_asked_for(
-    tmp_path: Path, settings: dict[str, Any], expected: str
-) -> None:
+def test_the_named_end_of_text_is_taken_and_a_choice_is_asked_for(tmp_path, settings, expected):
     from tokenizers import Tokenizer, models
 
     tokenizer = Tokenizer(models.BPE({letter: n for n, letter in enumerate("</seo>")}, []))
@@ -192,7 +187,7 @@ def test_the_named_end_of_text_is_taken_and_a_choice_is_asked_for(
     assert asked.end_of_text_id == tokenizer.token_to_id("</s>")
 
 
-def test_the_dropout_in_a_file_is_off(tmp_path: Path) -> None:
+def test_the_dropout_in_a_file_is_off(tmp_path):
     from tokenizers import Tokenizer, models
 
     letters = {letter: n for n, letter in enumerate(("a", "b", "ab", "abab", "</s>"))}
@@ -208,7 +203,7 @@ def test_the_dropout_in_a_file_is_off(tmp_path: Path) -> None:
     assert saved["model"]["dropout"] is None
 
 
-def test_a_separator_that_unknown_characters_become_is_refused(tmp_path: Path) -> None:
+def test_a_separator_that_unknown_characters_become_is_refused(tmp_path):
     from tokenizers import Tokenizer, models
 
     unknown = Tokenizer(models.WordLevel({"</s>": 0, "a": 1}, unk_token="</s>"))
@@ -238,14 +233,7 @@ def test_a_separator_that_unknown_characters_become_is_refused(tmp_path: Path) -
         ("x.json", None, {"name": "gpt3"}, "neither gpt2 nor bytes"),
     ],
 )
-def test_invalid_tokenizers_are_refused(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    file: str,
-    content: str | None,
-    choice: dict[str, str],
-    said: str,
-) -> None:
+def test_invalid_tokenizers_are_refused(tmp_path, monkeypatch, file, content, choice, said):
     monkeypatch.chdir(tmp_path)
     open_tokenizer(TokenizerChoice("gpt2", bpe_folder=tiny_bpe(tmp_path)))
     word_file(tmp_path / "words.json", ends="<stop>")
@@ -279,9 +267,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
         pass
 
 
-def test_a_tokenizer_of_the_hub_is_fetched_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tokenizer_of_the_hub_is_fetched_once(tmp_path, monkeypatch):
     import huggingface_hub
 
     Hub.content, Hub.fetched = word_file(tmp_path / "words.json").read_bytes(), 0
@@ -309,7 +295,7 @@ def test_a_tokenizer_of_the_hub_is_fetched_once(
     assert "cannot be downloaded from the hub" in refused(TokenizerChoice("hub:no such name"))
 
 
-def test_a_file_is_known_by_its_content(tmp_path: Path) -> None:
+def test_a_file_is_known_by_its_content(tmp_path):
     one, other = word_file(tmp_path / "a.json"), word_file(tmp_path / "b.json")
     different = word_file(tmp_path / "c.json", ends="</s>")
     names = [described(TokenizerChoice(str(file)))[0] for file in (one, other, different)]
@@ -320,7 +306,7 @@ def test_a_file_is_known_by_its_content(tmp_path: Path) -> None:
     assert described(made)[0] == open_tokenizer(made).name != "gpt2"
 
 
-def test_a_long_run_takes_no_quadratic_time(tmp_path: Path) -> None:
+def test_a_long_run_takes_no_quadratic_time(tmp_path):
     """Under `--lowest`, too: tiktoken 0.12 would need hours, which the limit of a test ends."""
     choice = TokenizerChoice("gpt2", bpe_folder=tiny_bpe(tmp_path))
     ids = open_tokenizer(choice).encode("at" * 500_000)
