@@ -260,12 +260,13 @@ class ShardCache:
                 else:
                     self._fetch(task)
         except Exception as error:  # a thread's edge: `open` raises it
+            if not isinstance(error, RefocusedError):
+                folder = self._local.folder
+                error = ShardError(f"The fetcher of {folder} failed: {error!r}. Start again.")
             with self._changed:
-                if not self._stopped and not isinstance(error, RefocusedError):
-                    folder = self._local.folder
-                    error = ShardError(f"The fetcher of {folder} failed: {error!r}. Start again.")
+                if not self._stopped:
                     self._failure = self._failure or error
-                    self._cancel(error)
+                    self._cancel(self._failure)
 
     def _next_task(self) -> ShardDownload | int | None:
         """Wait for a shard to fetch, or a download to help with; None at the end."""

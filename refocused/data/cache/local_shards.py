@@ -4,6 +4,7 @@ import collections
 import contextlib
 import dataclasses
 import fcntl
+import functools
 import hashlib
 import json
 import logging
@@ -243,8 +244,11 @@ class LocalShards:
 
     def count(self) -> int:
         """Count the local shards of this data set, by one listing."""
-        names = {path.name for path in self._shards.iterdir()}
-        return sum(self._row_path(i).name in names for i in range(len(self.manifest.shards)))
+        return len(self._row_names.intersection(path.name for path in self._shards.iterdir()))
+
+    @functools.cached_property
+    def _row_names(self) -> frozenset[str]:
+        return frozenset(self._row_path(i).name for i in range(len(self.manifest.shards)))
 
     def evict(self, path: Path) -> bool:
         """Delete a local file, unless another process uses it; open files stay readable."""
