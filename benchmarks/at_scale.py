@@ -49,7 +49,7 @@ from refocused.config.data import DataConfig
 from refocused.data.cache.cache import ShardCache
 from refocused.data.cache.fetch_plan import FetchAhead, ShardPlanner
 from refocused.data.loader.loader import StepSequences, steps_from
-from refocused.data.manifest.run_manifest import build_run_manifest
+from refocused.data.manifest.run_manifest import describe_run
 from refocused.data.manifest.shard_manifest import Manifest, Shard, manifest_to_json
 from refocused.data.order.sequence_order import Order
 from refocused.data.order.sequences import Located, Position, split_sequences
@@ -146,7 +146,7 @@ def all_ranks() -> Record:
 def many_shards(bucket: Bucket) -> int:
     """List, load and verify a manifest, as a run's start does; return its shards."""
     data = DataConfig(source=bucket.url)
-    return len(build_run_manifest(bucket, data, cache_file=None).shards)
+    return len(describe_run({"": bucket}, data).shards)
 
 
 def marked_checkpoints(bucket: Bucket) -> int:

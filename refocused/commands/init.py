@@ -193,7 +193,7 @@ def plan_run(
     vocabulary: int | str = "auto"
     source = f"{tokens:,} tokens" if bucket is None else data.source
     if bucket is not None:
-        manifest = build_manifest(bucket, data, cache_file=None)
+        manifest = build_manifest(bucket, data)
         tokens = max(1, manifest.tokens)
         if data.tokenizer == "unknown" and manifest.tokenizer in VOCABULARIES:
             data = data.model_copy(update={"tokenizer": manifest.tokenizer})

@@ -387,7 +387,7 @@ def run_split(parser: Parser) -> None:
     arguments = parser.read()
     from refocused.data.manifest.shard_manifest import build_manifest
 
-    manifest = build_manifest(*open_source(arguments), cache_file=None)
+    manifest = build_manifest(*open_source(arguments))
     names, tokens = choose_validation(manifest, ratio=arguments.val_ratio, seed=arguments.seed)
     fraction = 0.0 if names else arguments.val_ratio
     record = {
@@ -517,7 +517,7 @@ def run_manifest(parser: Parser) -> None:
     else:
         # Read the files' headers, not an earlier manifest.
         data = data.model_copy(update={"exclude": (*data.exclude, MANIFEST_NAME)})
-        manifest = shard_manifest.build_manifest(bucket, data, cache_file=None)
+        manifest = shard_manifest.build_manifest(bucket, data)
         gone: list[str] = []
         if bucket.info(MANIFEST_NAME) is not None:
             earlier = shard_manifest.read_manifest(bucket)
@@ -559,9 +559,7 @@ def _updated_manifest(bucket: Bucket, data: DataConfig) -> tuple[Manifest, list[
     lines = [f"{len(names):,} files are added to {len(earlier.shards):,}"]
     if not names:
         return earlier, lines
-    added = shard_manifest.describe_files(
-        bucket, [listing[name] for name in names], data, cache_file=None
-    )
+    added = shard_manifest.describe_files(bucket, [listing[name] for name in names], data)
     described = _with_checksums(bucket, dataclasses.replace(earlier, shards=added)).shards
     shards = sorted([*earlier.shards, *described], key=lambda shard: shard.name)
     manifest = dataclasses.replace(earlier, shards=tuple(shards))

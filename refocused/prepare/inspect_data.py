@@ -199,7 +199,7 @@ def inspect_data(
     try:
         check_chunks(bucket, listing, data=data)
         if MANIFEST_NAME in listing and not matches(MANIFEST_NAME, data.exclude):
-            manifest = build_manifest(bucket, data, cache_file=None)
+            manifest = build_manifest(bucket, data)
     except ShardError as error:
         problems.append(str(error))
     tokenizer = (manifest and manifest.tokenizer) or named_tokenizer(

@@ -17,7 +17,7 @@ from refocused.data.cache import shard_download
 from refocused.data.cache.cache import ShardCache
 from refocused.data.cache.local_shards import LocalShards
 from refocused.data.manifest import run_manifest
-from refocused.data.manifest.run_manifest import build_run_manifest
+from refocused.data.manifest.run_manifest import describe_run
 
 SHARDS = 60
 TOKENS = 40_000
@@ -82,7 +82,7 @@ class Fetches(Victim):
             else:  # needs a conversion
                 self.bucket.put(f"t_{index:03d}.npz", npz_bytes(tokens=ids))
         data = settings(fetch_threads=4)
-        self.manifest = build_run_manifest(self.bucket, data, cache_file=None)
+        self.manifest = describe_run({"": self.bucket}, data)
         assert len(self.manifest.shards) == SHARDS
         self.how = {"data": data, "vocabulary": VOCABULARY}
         self.local = LocalShards(self.folder, {"": self.bucket}, manifest=self.manifest, **self.how)

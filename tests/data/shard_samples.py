@@ -15,7 +15,7 @@ from refocused.config.data import DataConfig
 from refocused.data.cache.cache import ShardCache
 from refocused.data.formats.token_blocks import count_tokens, token_blocks
 from refocused.data.formats.token_layout import read_layout
-from refocused.data.manifest.run_manifest import build_run_manifest, describe_run
+from refocused.data.manifest.run_manifest import describe_run
 from refocused.system.errors import BucketError, CorruptObjectError
 
 
@@ -64,9 +64,8 @@ def cache_of(
 ) -> ShardCache:
     """A cache over a bucket, or over the buckets of a mixture, that fetches."""
     data = data or settings()
-    describe: Any = describe_run if isinstance(source, dict) else build_run_manifest
-    manifest = describe(source, data, cache_file=None)
     buckets, how = source if isinstance(source, dict) else {"": source}, {"fetches": True, **how}
+    manifest = describe_run(buckets, data)
     return ShardCache(buckets, manifest, folder, data=data, vocabulary=vocabulary, **how)
 
 

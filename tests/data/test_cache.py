@@ -269,7 +269,7 @@ def test_a_disk_that_is_full_for_a_while_ends_nothing(site, monkeypatch, threads
 
 def test_a_manifest_that_names_such_an_id_is_refused_at_the_start(site):
     data = settings()
-    manifest = build_manifest(site.bucket, data, cache_file=None)
+    manifest = build_manifest(site.bucket, data)
     object.__setattr__(manifest.shards[3], "max_id", VOCABULARY)
     unused = {"data": data, "vocabulary": VOCABULARY, "fetches": False}
     with pytest.raises(ShardError, match=r"a/t_3\.npy: its largest id"):

@@ -12,7 +12,7 @@ from text_samples import word_file
 
 from refocused.bucket.folder import DirectoryBucket
 from refocused.bucket.open_bucket import open_bucket
-from refocused.data.manifest.run_manifest import build_run_manifest
+from refocused.data.manifest.run_manifest import describe_run
 from refocused.data.manifest.shard_manifest import (
     Manifest,
     Shard,
@@ -139,9 +139,9 @@ def rows_of(bucket: WatchedBucket, **changes: Any) -> Manifest:
 def test_the_fingerprint_is_that_of_the_content_where_listings_have_no_checksums(emulator):
     emulator.put("data/a.npy", npy_bytes(np.arange(10, dtype=np.uint16)))
     source = open_bucket(f"{emulator.url}/data")
-    listed = build_manifest(source, settings(), cache_file=None)
+    listed = build_manifest(source, settings())
     emulator.proxy.unlisted = frozenset({"crc32c"})  # customer-managed keys
-    assert build_manifest(source, settings(), cache_file=None) == listed
+    assert build_manifest(source, settings()) == listed
 
 
 def test_how_rows_are_read_is_part_of_the_fingerprint_and_how_streams_are_is_not(bucket):
@@ -210,7 +210,7 @@ def test_prepared_data_are_read_by_their_manifest(prepared):
 def test_files_that_the_manifest_does_not_list_are_counted_in_a_warning(prepared, caplog):
     def warned(**changes: object) -> list[str]:
         caplog.clear()
-        assert build_run_manifest(prepared, settings(**changes), cache_file=None).tokens == 33
+        assert describe_run({"": prepared}, settings(**changes)).tokens == 33
         return [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
 
     assert warned() == []

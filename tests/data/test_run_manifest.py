@@ -11,12 +11,7 @@ from refocused.bucket.bucket import Bucket
 from refocused.bucket.folder import DirectoryBucket
 from refocused.config.data import DataConfig
 from refocused.data.manifest import run_manifest
-from refocused.data.manifest.run_manifest import (
-    build_run_manifest,
-    describe_run,
-    pack_chunks,
-    split_by_source,
-)
+from refocused.data.manifest.run_manifest import describe_run, pack_chunks, split_by_source
 from refocused.data.manifest.shard_manifest import Manifest, Shard, build_manifest, write_manifest
 from refocused.data.order.sequences import sequence_count, split_sequences
 from refocused.system.errors import ShardError
@@ -46,7 +41,7 @@ def chunk_tokens(number: int) -> np.ndarray:
 
 
 def build(bucket: WatchedBucket, **changes: object) -> Manifest:
-    return build_run_manifest(bucket, settings(**changes), cache_file=None)
+    return describe_run({"": bucket}, settings(**changes))
 
 
 def numbers(shard: Shard) -> list[int]:
@@ -101,7 +96,7 @@ def test_leaving_a_chunk_out_changes_its_pack_alone(bucket):
 
 
 def test_the_fingerprint_is_that_of_the_files_and_the_packing_has_its_own(bucket):
-    files = build_manifest(bucket, settings(), cache_file=None)
+    files = build_manifest(bucket, settings())
     packed, otherwise = build(bucket), build(bucket, validation_files=["chunk_000002.pt"])
     assert packed.fingerprint == otherwise.fingerprint == files.fingerprint
     assert len({files.packing, packed.packing, otherwise.packing}) == 3
@@ -165,7 +160,7 @@ def data_of(**code: object) -> DataConfig:
 
 def test_the_manifest_holds_the_sources_together_and_each_is_found_again(mixed):
     data = data_of(pad_id=0)
-    manifest = describe_run(mixed, data, cache_file=None)
+    manifest = describe_run(mixed, data)
     assert [(shard.name, shard.tokens) for shard in manifest.shards] == [
         ("code/sub/a.npy", 6),  # 1 2 | 9 | 3 0 5
         ("web/b.npy", 7),
@@ -174,7 +169,7 @@ def test_the_manifest_holds_the_sources_together_and_each_is_found_again(mixed):
     parts = split_by_source(manifest)
     assert {name: first for name, (first, _) in parts.items()} == {"code": 0, "web": 1}
     for name, (_, own) in parts.items():
-        alone = build_manifest(mixed[name], data.of_source(name), cache_file=None)
+        alone = build_manifest(mixed[name], data.of_source(name))
         assert own.fingerprint == alone.fingerprint
 
 
@@ -198,17 +193,17 @@ def named(bucket: Bucket, name: str, tokens: int, tokenizer: str) -> None:
 
 def test_sources_are_of_one_tokenizer_where_they_say_so(mixed):
     named(mixed["web"], "b.npy", 7, "gpt2")
-    assert describe_run(mixed, data_of(pad_id=0), cache_file=None).tokenizer == "gpt2"
+    assert describe_run(mixed, data_of(pad_id=0)).tokenizer == "gpt2"
     named(mixed["code"], "sub/a.npy", 8, "bytes")
     with pytest.raises(ShardError, match=r"different tokenizers \(code: bytes, web: gpt2\)"):
-        describe_run(mixed, data_of(), cache_file=None)
+        describe_run(mixed, data_of())
 
 
 def test_packs_of_a_mixture_are_renamed_with_their_chunks(bucket, tmp_path):
     mixed = {"a": bucket, "b": bucket}
     sources = {name: {"source": name, "weight": 1} for name in ("a", "b")}
     data = settings(source=None, mixture=sources)
-    manifest = describe_run(mixed, data, cache_file=None)
+    manifest = describe_run(mixed, data)
     assert split_by_source(manifest)["b"] == (3, build(bucket))
     with cache_of(mixed, tmp_path / "cache", data) as cache:
         assert opened(cache, 4).tolist() == list(range(200, 400))

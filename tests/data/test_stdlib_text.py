@@ -52,7 +52,7 @@ def test_the_same_python_gives_the_same_bytes_once_and_after_an_interruption(tmp
     assert first == second
     bucket = DirectoryBucket(tmp_path / "a")
     data = settings(tokenizer="bytes", validation_files=["stdlib_val_*"], max_files=2)
-    assert build_manifest(bucket, data, cache_file=None) == first
+    assert build_manifest(bucket, data) == first
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "a").iterdir()}
     assert prepare_stdlib(bucket) == first
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "a").iterdir()} == before
@@ -118,7 +118,7 @@ def test_another_content_of_its_folder_is_refused_and_kept(tmp_path, name):
     np.save(tmp_path / "mine.npy", np.arange(9, dtype=np.uint16))
     bucket = DirectoryBucket(tmp_path)
     if name == "manifest.json":
-        write_manifest(bucket, build_manifest(bucket, settings(), cache_file=None))
+        write_manifest(bucket, build_manifest(bucket, settings()))
     before = contents(tmp_path)
     with pytest.raises(ShardError, match=r"holds other files \(mine\.npy\)\. Nothing was written"):
         prepare_stdlib(bucket)

@@ -58,7 +58,7 @@ def streams(
         np.save(source / f"part_{shard:02d}.npy", np.arange(first, end, dtype=np.uint16))
     data = settings(disk_limit_gb=(limit + 1) / 1e9, fetch_timeout_s=20.0)
     bucket, wide = Watched(source), 2**16
-    manifest = build_manifest(bucket, data, cache_file=None)
+    manifest = build_manifest(bucket, data)
     split = split_sequences(manifest, sequence_length=LENGTH)
     with contextlib.ExitStack() as stack:
         caches = [

@@ -48,7 +48,7 @@ def prepared(folder: Path, *, max_id: int, **changes: object) -> None:
     bucket = DirectoryBucket(folder)
     bucket.write("a.npy", npy_bytes(np.array([0, max_id], np.uint32)), overwrite=True)
     data = DataConfig(source=str(folder), exclude=("manifest.json",))
-    found = build_manifest(bucket, data, cache_file=None)
+    found = build_manifest(bucket, data)
     shards = tuple(dataclasses.replace(shard, max_id=max_id) for shard in found.shards)
     write_manifest(bucket, dataclasses.replace(found, shards=shards, **changes))
 

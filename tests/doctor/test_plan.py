@@ -206,7 +206,7 @@ def test_ids_and_problems_of_the_data(tmp_path: Path) -> None:
 def test_files_that_the_manifest_does_not_list_are_a_warning(tmp_path: Path) -> None:
     data = load_run(tiny_run(tmp_path)).config.data
     bucket = DirectoryBucket(tmp_path / "tokens")
-    write_manifest(bucket, build_manifest(bucket, data, cache_file=None))
+    write_manifest(bucket, build_manifest(bucket, data))
     file = next((tmp_path / "tokens").glob("*.npy"))
     for number in range(3):
         (tmp_path / "tokens" / f"new_{number}.npy").write_bytes(file.read_bytes())

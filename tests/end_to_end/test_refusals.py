@@ -43,7 +43,7 @@ def truncated_shard(folder: Path) -> None:
 def damaged_shard(folder: Path) -> None:
     """Flip a byte after the manifest was written."""
     bucket = DirectoryBucket(folder / "tokens")
-    manifest = build_manifest(bucket, DataConfig(source="tokens"), cache_file=None)
+    manifest = build_manifest(bucket, DataConfig(source="tokens"))
     shards = tuple(
         dataclasses.replace(shard, crc32c=crc32c_of(folder / "tokens" / shard.name))
         for shard in manifest.shards

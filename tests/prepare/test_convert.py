@@ -90,7 +90,7 @@ def test_every_form_becomes_streams_under_its_own_name(site):
         "i.npy": [1, 9, 2, 3],
     }
     assert {np.load(path).dtype for path in site.out.rglob("*.npy")} == {np.dtype(np.uint16)}
-    assert manifest == build_manifest(DirectoryBucket(site.out), settings(), cache_file=None)
+    assert manifest == build_manifest(DirectoryBucket(site.out), settings())
     assert {shard.name: shard.max_id for shard in manifest.shards}["h.npy"] == 8
     assert not (site.out / ".prepare").exists()
 
@@ -152,7 +152,7 @@ def test_ids_beyond_the_vocabulary_are_refused_and_wide_ones_take_four_bytes(sit
 def test_a_file_that_the_sources_manifest_lists_is_not_left_out(site):
     for name in ("a.npy", "b.npy"):
         site.put(name, npy_bytes(np.arange(9, dtype=np.uint16)))
-    write_manifest(site.source, build_manifest(site.source, settings(), cache_file=None))
+    write_manifest(site.source, build_manifest(site.source, settings()))
     site.source.delete("b.npy")
     with pytest.raises(
         ShardError, match=r"b\.npy is missing\. .* or leave them out with --exclude"

@@ -104,10 +104,10 @@ def test_some_files_get_a_manifest_of_their_own(source, tmp_path):
         "nested/t_003.npy",
         "recipe.json",
     }
-    data = build_manifest(DirectoryBucket(tmp_path / "to"), settings(), cache_file=None)
+    data = build_manifest(DirectoryBucket(tmp_path / "to"), settings())
     assert (len(data.shards), data.vocabulary) == (2, 60_000)
     sync(source, tmp_path / "to")
-    data = build_manifest(DirectoryBucket(tmp_path / "to"), settings(), cache_file=None)
+    data = build_manifest(DirectoryBucket(tmp_path / "to"), settings())
     assert len(data.shards) == 5
 
 
@@ -127,7 +127,7 @@ def test_a_selected_shard_that_the_source_has_lost_is_an_error(source, tmp_path,
     assert content_of(tmp_path / "to")["manifest.json"] == there["manifest.json"]
     for selection in ({"max_files": 3}, {"exclude": ("t_002.npy",)}):
         sync(source, tmp_path / "chosen", **selection)
-    data = build_manifest(DirectoryBucket(tmp_path / "chosen"), settings(), cache_file=None)
+    data = build_manifest(DirectoryBucket(tmp_path / "chosen"), settings())
     assert len(data.shards) == 4
 
 
@@ -194,9 +194,9 @@ def test_a_bucket_that_lists_no_checksums_is_fetched_and_uploaded(emulator, tmp_
 def test_data_with_a_manifest_are_read_where_listing_is_not_allowed(emulator, tmp_path):
     bucket = open_bucket(f"{emulator.url}/data")
     there = fill(bucket)
-    listed = build_manifest(bucket, settings(), cache_file=None)
+    listed = build_manifest(bucket, settings())
     emulator.proxy.script(lambda request: request.is_listing, Fault(status=403), times=100)
-    found = build_manifest(bucket, settings(), cache_file=None)
+    found = build_manifest(bucket, settings())
     assert found.fingerprint == listed.fingerprint and found.shards == listed.shards
     bucket.download(found.shards[0].blob, tmp_path / "x")
     assert (tmp_path / "x").read_bytes() == there[found.shards[0].name]
@@ -206,7 +206,7 @@ def test_data_with_a_manifest_are_read_where_listing_is_not_allowed(emulator, tm
         if exclude == "nothing":
             bucket.delete("manifest.json")
         with pytest.raises(BucketError, match="HTTP 403"):
-            build_manifest(bucket, settings(exclude=[exclude]), cache_file=None)
+            build_manifest(bucket, settings(exclude=[exclude]))
 
 
 @pytest.mark.bucket

@@ -82,7 +82,7 @@ def test_every_document_is_in_its_split_in_order_after_an_end_of_text(texts, tmp
     assert_prepared(out)
     assert sum(shard.documents or 0 for shard in result.manifest.shards) == 111
     assert {shard.tokens for shard in result.manifest.shards[:-1]} >= {1000}
-    assert build_manifest(DirectoryBucket(out), settings(), cache_file=None) == result.manifest
+    assert build_manifest(DirectoryBucket(out), settings()) == result.manifest
 
 
 def test_output_is_independent_of_workers_and_progress_reaches_the_end(

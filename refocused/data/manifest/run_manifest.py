@@ -20,20 +20,6 @@ _log = logging.getLogger(__name__)
 _CHUNK = re.compile(r"(?P<folder>(?:.*/)?)chunk_(?P<number>[0-9]{6,})\.pt")
 
 
-def build_run_manifest(bucket: Bucket, data: DataConfig, *, cache_file: Counts) -> Manifest:
-    """Describe the shards of a run, with packed chunks; raises as `build_manifest`."""
-    manifest = build_manifest(bucket, data, cache_file=cache_file)
-    if unlisted := manifest.unlisted:
-        _log.warning(
-            "%s: %d of %d token files are not used, because %s does not list them (the first is "
-            "%s). Add them before the run starts: refocused prepare_data manifest %s "
-            "--update; or put them in data.exclude.",
-            *(bucket.url, len(unlisted), len(manifest.shards) + len(unlisted), MANIFEST_NAME),
-            *(unlisted[0], bucket.url),
-        )
-    return pack_chunks(manifest, data)
-
-
 def pack_chunks(manifest: Manifest, data: DataConfig) -> Manifest:
     """Pack the chunks of each folder, in order, into shards of at most 2^23 tokens.
 
@@ -95,32 +81,43 @@ def source_of(name: str) -> str:
 
 
 def describe_run(
-    buckets: Mapping[str, Bucket], data: DataConfig, *, cache_file: Counts
+    buckets: Mapping[str, Bucket], data: DataConfig, *, cache_file: Counts = None
 ) -> Manifest:
     """Describe the shards of a run; those of a mixture are each below the name of its source.
 
     `buckets` are by source, "" without a mixture. Raises as `build_manifest`, and `ShardError` if
     the sources have different tokenizers.
     """
+    manifests = {}
+    for source, section in sorted(data.by_source.items()):
+        bucket = buckets[source]
+        manifest = build_manifest(bucket, section, cache_file=cache_file)
+        if unlisted := manifest.unlisted:
+            _log.warning(
+                "%s: %d of %d token files are not used, because %s does not list them (the first "
+                "is %s). Add them before the run starts: refocused prepare_data manifest %s "
+                "--update; or put them in data.exclude.",
+                *(bucket.url, len(unlisted), len(manifest.shards) + len(unlisted), MANIFEST_NAME),
+                *(unlisted[0], bucket.url),
+            )
+        manifests[source] = pack_chunks(manifest, section)
     if not data.mixture:
-        return build_run_manifest(buckets[""], data, cache_file=cache_file)
-    shards: list[Shard] = []
-    tokenizers, ends = {}, set()
-    for name in sorted(buckets):
-        manifest = build_run_manifest(buckets[name], data.of_source(name), cache_file=cache_file)
-        shards += [shard.renamed(f"{name}/".__add__) for shard in manifest.shards]
-        ends.add(manifest.end_of_text_id)
-        if manifest.tokenizer != "unknown":
-            tokenizers[name] = manifest.tokenizer
-    if len(set(tokenizers.values())) > 1:
-        names = ", ".join(f"{name}: {tokenizer}" for name, tokenizer in tokenizers.items())
+        return manifests[""]
+    shards = [
+        shard.renamed(f"{source}/".__add__)
+        for source, manifest in manifests.items()
+        for shard in manifest.shards
+    ]
+    ends = {manifest.end_of_text_id for manifest in manifests.values()}
+    known = {name: one.tokenizer for name, one in manifests.items() if one.tokenizer != "unknown"}
+    if len(set(known.values())) > 1:
+        names = ", ".join(f"{name}: {tokenizer}" for name, tokenizer in known.items())
         raise ShardError(
             f"data.mixture: the sources have different tokenizers ({names}), so the same id has "
             "different meanings. Use sources of one tokenizer."
         )
-    end = ends.pop() if len(ends) == 1 else None
-    name = next(iter(tokenizers.values()), "unknown")
-    return Manifest(tuple(shards), name, end_of_text_id=end)
+    tokenizer = next(iter(known.values()), "unknown")
+    return Manifest(tuple(shards), tokenizer, end_of_text_id=ends.pop() if len(ends) == 1 else None)
 
 
 def split_by_source(manifest: Manifest) -> dict[str, tuple[int, Manifest]]:

@@ -165,7 +165,7 @@ def _digest(rows: Iterable[object]) -> str:
     return digest.hexdigest()
 
 
-def build_manifest(bucket: Bucket, data: DataConfig, *, cache_file: Counts) -> Manifest:
+def build_manifest(bucket: Bucket, data: DataConfig, *, cache_file: Counts = None) -> Manifest:
     """Describe the token files of a source without downloading them.
 
     A `manifest.json` in the source is used if the listing, where it is allowed, agrees with it.
@@ -494,7 +494,7 @@ def _check_found(
 
 
 def describe_files(
-    bucket: Bucket, blobs: Sequence[BlobInfo], data: DataConfig, *, cache_file: Counts
+    bucket: Bucket, blobs: Sequence[BlobInfo], data: DataConfig, *, cache_file: Counts = None
 ) -> tuple[Shard, ...]:
     """Describe token files from their headers, in the order given.
 
