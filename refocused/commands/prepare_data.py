@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from refocused.data.manifest.shard_manifest import Manifest, Shard
     from refocused.prepare.inspect_data import DataReport
     from refocused.prepare.sync import SyncResult
-    from refocused.prepare.texts.tokenize import TokenizeProgress
     from refocused.prepare.write_shards import PackResult
 
 
@@ -209,10 +208,10 @@ def run_tokenize(parser: Parser) -> None:
     started = time.monotonic()
     with progress_line("tokenize") as show:
 
-        def show_tokens(progress: TokenizeProgress) -> None:
-            speed = progress.tokens / max(time.monotonic() - started, 1e-9)
-            note = f"{counted(progress.shards, 'shard')} | {count_text(speed)} tokens/s"
-            show(progress.done_bytes, progress.total_bytes, note)
+        def show_tokens(done_bytes: int, total_bytes: int, tokens: int, shards: int) -> None:
+            speed = tokens / max(time.monotonic() - started, 1e-9)
+            note = f"{counted(shards, 'shard')} | {count_text(speed)} tokens/s"
+            show(done_bytes, total_bytes, note)
 
         workers = arguments.workers
         result = tokenize(

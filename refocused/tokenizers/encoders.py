@@ -12,7 +12,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -60,22 +60,6 @@ _CODES = (*range(0x800), *range(0x800, 0xD800, 0x800), *range(0xE000, 0x110000, 
 _MANY_CHARACTERS = " ".join(map(chr, _CODES))
 
 
-class Tokenizer(Protocol):
-    """Encodes text as token ids."""
-
-    name: str  # in manifests
-    vocabulary: int  # largest id + 1
-    end_of_text: str  # token that precedes each document; text never encodes to it
-    end_of_text_id: int
-    # Whether text may be encoded in pieces, split before a single space between two characters
-    # that are not white space, with the same ids.
-    cuts_at_spaces: bool
-
-    def encode(self, text: str) -> Ids:
-        """Return the ids of a text, `(tokens,)` of an unsigned type, without special tokens."""
-        ...
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class TokenizerChoice:
     """Selects a tokenizer; small, so that it can be sent to other processes."""
@@ -92,13 +76,8 @@ class TokenizerChoice:
         folder = None if data.bpe_folder is None else Path(data.bpe_folder)
         return cls(data.tokenizer, bpe_folder=folder)
 
-    @property
-    def is_built_in(self) -> bool:
-        """Whether the name alone identifies it: `bytes`, or `gpt2` without files."""
-        return self.name == BYTES or (self.name == GPT2 and self.bpe_folder is None)
 
-
-def open_tokenizer(choice: TokenizerChoice) -> Tokenizer:
+def open_tokenizer(choice: TokenizerChoice) -> "Tokenizer":
     """Build a tokenizer; raise `ShardError` if its files are missing or damaged."""
     if choice.name == BYTES:
         return BytesTokenizer()
@@ -112,7 +91,7 @@ def described(choice: TokenizerChoice) -> tuple[str, int]:
 
     Raises as `open_tokenizer`, but needs no end-of-text token.
     """
-    if choice.is_built_in:
+    if choice.name == BYTES or (choice.name == GPT2 and choice.bpe_folder is None):
         return choice.name, VOCABULARIES[choice.name]
     if choice.name == GPT2:
         tokenizer = GptTokenizer(bpe_folder(choice))
@@ -160,6 +139,15 @@ def tokenizers_file(choice: TokenizerChoice) -> Path:
 def settings_file(choice: TokenizerChoice) -> Path | None:
     """Return the file beside which a tokenizer's settings are; None for one that is built in."""
     return None if choice.name in VOCABULARIES else tokenizers_file(choice)
+
+
+# The three tokenizers have in common:
+# - `name`: in manifests
+# - `vocabulary`: largest id + 1
+# - `end_of_text`, `end_of_text_id`: the token that precedes each document; text never encodes to it
+# - `cuts_at_spaces`: whether text may be encoded in pieces, split before a single space between two
+#   characters that are not white space, with the same ids
+# - `encode`: returns the ids of a text, `(tokens,)` of an unsigned type, without special tokens
 
 
 class BytesTokenizer:
@@ -295,6 +283,9 @@ class FileTokenizer:
                 share = f"{found.total() / total:.2%} of the characters of a sample"
                 notes.append(f"{share} are {what}, such as {some}")
         return lost.total() / total, tuple(notes)
+
+
+Tokenizer = BytesTokenizer | GptTokenizer | FileTokenizer
 
 
 def unknown_id(tokenizer: Any) -> int | None:

@@ -1,6 +1,5 @@
 """Tokenize text to shards with a pool of processes, resumable after a kill at any time."""
 
-import dataclasses
 import itertools
 import logging
 import math
@@ -50,14 +49,9 @@ POOLS = {"local": local_pool, "ray": ray_pool, "slurm": shared_pool}
 _log = logging.getLogger(__name__)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class TokenizeProgress:
-    """Progress; bytes are of text, approximately."""
-
-    done_bytes: int  # with those of earlier calls
-    total_bytes: int
-    tokens: int  # packed by this call
-    shards: int  # finished by all calls
+# Bytes of text done, by earlier calls too, and in all, approximately; tokens packed by this call;
+# shards finished by all calls.
+Progress = Callable[[int, int, int, int], None]
 
 
 def tokenize(
@@ -67,7 +61,7 @@ def tokenize(
     work: Path,
     request: TokenizeRequest,
     workers: int,
-    progress: Callable[[TokenizeProgress], None],
+    progress: Progress,
     executor: Executor = "local",
 ) -> PackResult:
     """Tokenize files to shards of one size, and then write a manifest.
@@ -129,7 +123,7 @@ def tokenize(
         for number in range(first):
             remove_result(work, number)
         sizes = [0, *itertools.accumulate(task.bytes for task in tasks)]
-        progress(TokenizeProgress(sizes[first], sizes[-1], 0, kept))
+        progress(sizes[first], sizes[-1], 0, kept)
         pool = POOLS[executor](request, work, workers)
         for number, result in _results(pool, work, tasks, first):
             for split, packer in packers.items():
@@ -137,7 +131,7 @@ def tokenize(
                     add(packer, number, split, result)
             remove_result(work, number)
             shards = sum(packer.cursor.shard for packer in packers.values())
-            progress(TokenizeProgress(sizes[number + 1], sizes[-1], new_tokens, shards))
+            progress(sizes[number + 1], sizes[-1], new_tokens, shards)
         for packer in packers.values():
             packer.end_shard()
             packer.close()
