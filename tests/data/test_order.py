@@ -251,12 +251,3 @@ def test_a_resume_with_other_skipped_shards_continues_after_the_last_sequence():
     first = order.number_of(before[4].after)
     located = order.locate(np.arange(first, first + 8))
     assert unskipped.sequences[0].tolist() == located.sequences.tolist()
-
-
-def test_the_blocks_of_a_step_are_those_of_all_its_ranks():
-    order = order_of(4, 4, 4, 4, block_shards=1)
-    for rank in (0, 1):
-        plan = BatchPlan(3, 1, 2, sequence_length=4)
-        steps = itertools.islice(steps_from(order, Position(), plan=plan, rank=rank), 4)
-        blocks = [(step.first_block, step.last_block) for step in steps]
-        assert blocks == [(0, 1), (1, 2), (3, 4), (4, 5)]

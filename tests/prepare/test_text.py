@@ -157,20 +157,6 @@ def test_the_content_tells_whether_a_text_is_compressed(tmp_path, monkeypatch):
     assert texts == ["a b", "é\n", "c" * 99] * 2 + ["text"]
 
 
-def test_compressed_and_marked_texts_are_one_document(tmp_path, small_pieces):
-    text = "Hëllo wörld,\n漢字 and more words\n"
-    for name, content in (
-        ("a.TXT", text.encode()),
-        ("a.md", text.encode()),
-        ("a.txt.gz", gzip.compress(text.encode())),
-        ("a.txt.zst", zst(text.encode())),
-    ):
-        (tmp_path / name).write_bytes(content)
-        assert documents(tmp_path / name) == [text]
-    (tmp_path / "a.txt.zst").write_bytes(zst(text.encode())[:-1])
-    assert "cannot be read completely (Truncated" in refused(tmp_path / "a.txt.zst")
-
-
 def test_what_is_left_out_and_what_looks_held_out_is_named(tmp_path, caplog):
     names = ["train-00000.parquet", "test-00000.parquet", "dev/a.txt", "latest.txt"]
     others = ["a.csv", "b.tar.zst", "README.md", "dataset_info.json", "cache-0f.arrow"]
@@ -210,12 +196,22 @@ def small_pieces(monkeypatch):
     monkeypatch.setattr(text_documents, "BLOCK_BYTES", 7)
 
 
-def test_a_txt_file_is_one_document(tmp_path, small_pieces):
-    path = tmp_path / "a.txt"
-    path.write_bytes(b"\xef\xbb\xbf" + "Hëllo wörld,\r\n漢字 and more words\n\n".encode())
-    assert documents(path) == ["Hëllo wörld,\r\n漢字 and more words\n\n"]
-    assert len(list(pieces(Span(path), TextReading()))) > 1
-    assert len(list(pieces(Span(path), TextReading(cuts_at_spaces=False)))) == 1
+def test_a_text_file_is_one_document_compressed_or_marked(tmp_path, small_pieces):
+    text = "Hëllo wörld,\r\n漢字 and more words\n\n"
+    plain = text.encode()
+    for name, content in (
+        ("a.txt", b"\xef\xbb\xbf" + plain),
+        ("a.TXT", plain),
+        ("a.md", plain),
+        ("a.txt.gz", gzip.compress(plain)),
+        ("a.txt.zst", zst(plain)),
+    ):
+        (tmp_path / name).write_bytes(content)
+        assert documents(tmp_path / name) == [text]
+        assert len(list(pieces(Span(tmp_path / name), TextReading()))) > 1
+        assert len(list(pieces(Span(tmp_path / name), TextReading(cuts_at_spaces=False)))) == 1
+    (tmp_path / "a.txt.zst").write_bytes(zst(plain)[:-1])
+    assert "cannot be read completely (Truncated" in refused(tmp_path / "a.txt.zst")
 
 
 def test_empty_lines_and_files(tmp_path):
