@@ -177,12 +177,37 @@ def build_manifest(bucket: Bucket, data: DataConfig, *, cache_file: Counts = Non
         BucketError: The source cannot be listed or read.
     """
     listing = list_source(bucket, exclude=data.exclude)
-    if MANIFEST_NAME in listing and not matches(MANIFEST_NAME, data.exclude):
-        return _from_prepared(bucket, data, listing)
-    check_chunks(bucket, listing, data=data)
-    names = chosen_names(listing, data=data, url=bucket.url)
-    shards = describe_files(bucket, [listing[name] for name in names], data, cache_file=cache_file)
-    return Manifest(shards, named_tokenizer(bucket, listing, names, data=data))
+    url = bucket.url
+    if MANIFEST_NAME not in listing or matches(MANIFEST_NAME, data.exclude):
+        check_chunks(bucket, listing, data=data)
+        names = chosen_names(listing, data=data, url=url)
+        blobs = [listing[name] for name in names]
+        files = describe_files(bucket, blobs, data, cache_file=cache_file)
+        return Manifest(files, named_tokenizer(bucket, listing, names, data=data))
+    stored = read_manifest(bucket)
+    check_tokenizer(stored, data, url=url)
+    rows = {shard.name: shard for shard in stored.shards}
+    chosen = [rows[name] for name in chosen_names(rows, data=data, url=url)]
+    check_listing([shard for shard in chosen if not is_skipped(shard, data)], listing, url=url)
+    shards = []
+    for shard in chosen:
+        for key in ("pad_id", "separator_id"):
+            counted, given = getattr(shard, key), getattr(data, key)
+            if counted is not None and counted != given:
+                raise ShardError(
+                    f"{url}: its {MANIFEST_NAME} counted {shard.name} with {key} {counted}, but "
+                    f"data.{key} is {given}. Set data.{key}={counted}, or write the manifest again "
+                    "with the other id: refocused prepare_data manifest --write"
+                )
+        blob = listing.get(shard.name, shard.blob)
+        crc32c = blob.crc32c if shard.crc32c is None else shard.crc32c
+        shards.append(dataclasses.replace(shard, generation=blob.generation, crc32c=crc32c))
+    _log.info("  shards   %s: %d by its %s", url, len(shards), MANIFEST_NAME)
+    return dataclasses.replace(
+        stored,
+        shards=_with_content(bucket, shards, data),
+        unlisted=tuple(unlisted_names(listing, listed=rows, data=data)),
+    )
 
 
 def list_source(bucket: Bucket, *, exclude: Iterable[str]) -> dict[str, BlobInfo]:
@@ -267,33 +292,6 @@ def check_tokenizer(manifest: Manifest, data: DataConfig, *, url: str) -> None:
             f"{url}: its {MANIFEST_NAME} says tokenizer {manifest.tokenizer!r}, but data.tokenizer "
             f"is {data.tokenizer!r}. Set data.tokenizer to that of the data, or use another source."
         )
-
-
-def _from_prepared(bucket: Bucket, data: DataConfig, listing: Mapping[str, BlobInfo]) -> Manifest:
-    url, stored = bucket.url, read_manifest(bucket)
-    check_tokenizer(stored, data, url=url)
-    rows = {shard.name: shard for shard in stored.shards}
-    chosen = [rows[name] for name in chosen_names(rows, data=data, url=url)]
-    check_listing([shard for shard in chosen if not is_skipped(shard, data)], listing, url=url)
-    shards = []
-    for shard in chosen:
-        for key in ("pad_id", "separator_id"):
-            counted, given = getattr(shard, key), getattr(data, key)
-            if counted is not None and counted != given:
-                raise ShardError(
-                    f"{url}: its {MANIFEST_NAME} counted {shard.name} with {key} {counted}, but "
-                    f"data.{key} is {given}. Set data.{key}={counted}, or write the manifest again "
-                    "with the other id: refocused prepare_data manifest --write"
-                )
-        blob = listing.get(shard.name, shard.blob)
-        crc32c = blob.crc32c if shard.crc32c is None else shard.crc32c
-        shards.append(dataclasses.replace(shard, generation=blob.generation, crc32c=crc32c))
-    _log.info("  shards   %s: %d by its %s", url, len(shards), MANIFEST_NAME)
-    return dataclasses.replace(
-        stored,
-        shards=_with_content(bucket, shards, data),
-        unlisted=tuple(unlisted_names(listing, listed=rows, data=data)),
-    )
 
 
 def _with_content(bucket: Bucket, shards: Sequence[Shard], data: DataConfig) -> tuple[Shard, ...]:
@@ -424,7 +422,33 @@ def chosen_names(names: Collection[str], *, data: DataConfig, url: str) -> list[
     pattern matches nothing, or a format is not supported, and `BucketError` as `object_files`.
     """
     selected = [name for name in sorted(names) if _is_selected(name, data)]
-    _check_found(selected, names, data=data, url=url)
+    if not data.include and not any(name.endswith((*TOKEN_SUFFIXES, ".idx")) for name in names):
+        others = [name for name in names if not DESCRIPTION.fullmatch(PurePosixPath(name).name)]
+        texts = [kind for name in others if (kind := text_kind(name))]
+        kinds = Counter(texts) or Counter(PurePosixPath(name).suffix or "other" for name in names)
+        holds = ", ".join(f"{n:,} {kind} file{'s'[: n != 1]}" for kind, n in kinds.most_common(5))
+        remedy = (
+            f"Token files end in {TOKEN_PATTERNS}, at any depth. Correct data.source, or name the "
+            "files in data.include."
+        )
+        if texts:
+            command = f"{as_typed('prepare_data tokenize')} {shlex.quote(url)} --out data/tokens"
+            command += f" --tokenizer {data.tokenizer if data.tokenizer != 'unknown' else 'gpt2'}"
+            if data.bpe_folder is not None:
+                command += f" --bpe-folder {shlex.quote(data.bpe_folder)}"
+            remedy = f"Tokenize them: {command}; then set data.source=data/tokens"
+        raise ShardError(f"{url}: no token files; it holds {holds or 'no files'}. {remedy}")
+    example = f" (the first is {min(names)!r})" if names else ""
+    for pattern in (*data.include, *data.validation_files):
+        if not any(matches(name, [pattern]) for name in selected):
+            raise ShardError(
+                f"{url}: the pattern {pattern!r} of data.include or data.validation_files matches "
+                f"none of its {counted(len(names), 'object')}{example}. Correct the pattern."
+            )
+    if not selected:
+        raise ShardError(
+            f"{url}: data.exclude leaves none of its {counted(len(names), 'object')}{example}."
+        )
     object_files(selected, Path(data.cache), where=url)
     for name in selected:
         if is_megatron(name, names) or not name.endswith(TOKEN_SUFFIXES):
@@ -459,38 +483,6 @@ def is_megatron(name: str, names: Collection[str]) -> bool:
     """Whether an object is one of a `.bin` and `.idx` pair."""
     stem = name.removesuffix(".bin").removesuffix(".idx")
     return name in (f"{stem}.bin", f"{stem}.idx") and f"{stem}.idx" in names
-
-
-def _check_found(
-    selected: list[str], names: Collection[str], *, data: DataConfig, url: str
-) -> None:
-    if not data.include and not any(name.endswith((*TOKEN_SUFFIXES, ".idx")) for name in names):
-        others = [name for name in names if not DESCRIPTION.fullmatch(PurePosixPath(name).name)]
-        texts = [kind for name in others if (kind := text_kind(name))]
-        kinds = Counter(texts) or Counter(PurePosixPath(name).suffix or "other" for name in names)
-        holds = ", ".join(f"{n:,} {kind} file{'s'[: n != 1]}" for kind, n in kinds.most_common(5))
-        remedy = (
-            f"Token files end in {TOKEN_PATTERNS}, at any depth. Correct data.source, or name the "
-            "files in data.include."
-        )
-        if texts:
-            command = f"{as_typed('prepare_data tokenize')} {shlex.quote(url)} --out data/tokens"
-            command += f" --tokenizer {data.tokenizer if data.tokenizer != 'unknown' else 'gpt2'}"
-            if data.bpe_folder is not None:
-                command += f" --bpe-folder {shlex.quote(data.bpe_folder)}"
-            remedy = f"Tokenize them: {command}; then set data.source=data/tokens"
-        raise ShardError(f"{url}: no token files; it holds {holds or 'no files'}. {remedy}")
-    example = f" (the first is {min(names)!r})" if names else ""
-    for pattern in (*data.include, *data.validation_files):
-        if not any(matches(name, [pattern]) for name in selected):
-            raise ShardError(
-                f"{url}: the pattern {pattern!r} of data.include or data.validation_files matches "
-                f"none of its {counted(len(names), 'object')}{example}. Correct the pattern."
-            )
-    if not selected:
-        raise ShardError(
-            f"{url}: data.exclude leaves none of its {counted(len(names), 'object')}{example}."
-        )
 
 
 def describe_files(

@@ -149,58 +149,38 @@ def ray_pool(request: TokenizeRequest, folder: Path, _workers: int) -> Iterator[
             ) from None
     workers = max(int(ray.cluster_resources().get("CPU", 1)), 1)
     threads = ThreadPoolExecutor(2 * workers)
-    transfers = _RayTransfers(ray, request, folder)
-    try:
-        yield lambda *task: threads.submit(transfers.run, *task).result, workers
-    finally:
-        threads.shutdown(wait=False, cancel_futures=True)
-        transfers.cancel()
-        threads.shutdown()
-        if not joined:
-            ray.shutdown()
+    task, running = ray.remote(max_retries=RETRIES)(stream_task), dict[int, Any]()
 
-
-class _RayTransfers:
-    """Runs tasks on Ray, and writes their files to a folder; used by many threads."""
-
-    def __init__(self, ray: Any, request: TokenizeRequest, folder: Path) -> None:
-        self._ray = ray
-        self._request = request
-        self._folder = folder
-        self._task = ray.remote(max_retries=RETRIES)(stream_task)
-        self._running: dict[int, Any] = {}
-
-    def run(self, number: int, spans: tuple[Span, ...]) -> TaskResult:
-        """Run a task; raise what it raises, or `ShardError` if it lost all its workers."""
-        self._running[number] = self._task.remote(
-            self._request, refocused.__version__, number, spans
-        )
+    def run(number: int, spans: tuple[Span, ...]) -> TaskResult:
+        """Run a task, and write its files to the folder."""
+        blocks = running[number] = task.remote(request, refocused.__version__, number, spans)
         try:
-            self._receive(number)
-        except self._ray.exceptions.RayTaskError as error:
+            for path in task_files(folder, number):
+                part = path.with_name(f"{path.name}.part")
+                with disk_errors(part), part.open("wb") as file:
+                    while block := ray.get(next(blocks)):
+                        file.write(block)
+                part.replace(path)
+        except ray.exceptions.RayTaskError as error:
             raise error.cause from None
-        except self._ray.exceptions.RayError as error:
+        except ray.exceptions.RayError as error:
             reason = str(error).partition("\n")[0]
             raise ShardError(
                 f"Task {number} lost its Ray worker {RETRIES + 1} times ({reason}). Run the same "
                 "command again: it continues from here."
             ) from None
         finally:
-            del self._running[number]
-        result = read_result(self._folder, number)
+            del running[number]
+        result = read_result(folder, number)
         assert result is not None  # its files were just written
         return result
 
-    def cancel(self) -> None:
-        """End all tasks, so that their threads end."""
-        for blocks in list(self._running.values()):
-            self._ray.cancel(blocks, force=True)
-
-    def _receive(self, number: int) -> None:
-        blocks = self._running[number]
-        for path in task_files(self._folder, number):
-            part = path.with_name(f"{path.name}.part")
-            with disk_errors(part), part.open("wb") as file:
-                while block := self._ray.get(next(blocks)):
-                    file.write(block)
-            part.replace(path)
+    try:
+        yield lambda *task: threads.submit(run, *task).result, workers
+    finally:
+        threads.shutdown(wait=False, cancel_futures=True)
+        for blocks in list(running.values()):  # so that their threads end
+            ray.cancel(blocks, force=True)
+        threads.shutdown()
+        if not joined:
+            ray.shutdown()

@@ -153,8 +153,12 @@ def _split(
         size += len(fragment)
         if size >= PIECE_CHARACTERS and reading.cuts_at_spaces:
             text = "".join(gathered)
-            place = _last_split(text)
-            if place:
+            # GPT-2's pattern never matches across a single space between characters that are not
+            # white space, so both sides can be encoded separately.
+            place = text.rfind(" ", 1, -1)
+            while place > 0 and (text[place - 1].isspace() or text[place + 1].isspace()):
+                place = text.rfind(" ", 1, place)
+            if place > 0:
                 yield Piece(text[:place], begins)
                 text, begins = text[place:], False
             gathered, size = [text], len(text)
@@ -166,17 +170,6 @@ def _split(
             )
     if size:
         yield Piece("".join(gathered), begins)
-
-
-def _last_split(text: str) -> int:
-    """Return the last single space between characters that are not white space; 0 if none.
-
-    GPT-2's pattern never matches across such a place, so both sides can be encoded separately.
-    """
-    place = text.rfind(" ", 1, -1)
-    while place > 0 and (text[place - 1].isspace() or text[place + 1].isspace()):
-        place = text.rfind(" ", 1, place)
-    return max(place, 0)
 
 
 def _fragments(path: text_inputs.TextPath, reading: TextReading) -> Iterator[str | None]:

@@ -44,7 +44,21 @@ class RemoteText:
     def read(self, start: int, length: int) -> bytes:
         """Return a range, after retries; raise `ShardError` if the object has changed."""
         if self.store.startswith(HUB):  # a commit does not change
-            return _hub_range(self, start, length)
+            from huggingface_hub import hf_hub_url
+            from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff  # type: ignore[attr-defined]
+
+            dataset, _, commit = self.store.removeprefix(HUB).partition("@")
+            url = hf_hub_url(dataset, self.name, repo_type="dataset", revision=commit)
+            headers = {**build_hf_headers(), "Range": f"bytes={start}-{start + length - 1}"}
+            try:
+                response = http_backoff(
+                    "GET", url, headers=headers, timeout=60, follow_redirects=True
+                )
+                hf_raise_for_status(response)
+            except Exception as error:  # of its HTTP library, which depends on its version
+                raise _hub_error(str(self), error) from None
+            whole = response.status_code == 200  # a server that knows no ranges
+            return response.content[start : start + length] if whole else response.content
         bucket = _bucket(self.store, self.credentials)
         content: bytes = bucket.read(self.name, start=start, length=length)
         now = bucket.info(self.name)
@@ -130,22 +144,6 @@ def find_remote(address: str, credentials: Credentials = BY_ENVIRONMENT) -> list
         for text in texts
         if text.name.startswith(folder) or fnmatch.fnmatchcase(text.name, pattern)
     ]
-
-
-def _hub_range(text: RemoteText, start: int, length: int) -> bytes:
-    from huggingface_hub import hf_hub_url
-    from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff  # type: ignore[attr-defined]
-
-    name, _, commit = text.store.removeprefix(HUB).partition("@")
-    url = hf_hub_url(name, text.name, repo_type="dataset", revision=commit)
-    headers = {**build_hf_headers(), "Range": f"bytes={start}-{start + length - 1}"}
-    try:
-        response = http_backoff("GET", url, headers=headers, timeout=60, follow_redirects=True)
-        hf_raise_for_status(response)
-    except Exception as error:  # of its HTTP library, which depends on its version
-        raise _hub_error(str(text), error) from None
-    whole = response.status_code == 200  # a server that knows no ranges
-    return response.content[start : start + length] if whole else response.content
 
 
 def _hub_error(what: str, error: Exception) -> BucketError:
@@ -286,38 +284,31 @@ def plan_tasks(files: Iterable[TextFile]) -> list[Task]:
     Long `.parquet` files, and those of JSON lines that are not compressed, are split. The plan
     depends only on the files.
     """
-    tasks: list[Task] = []
-    spans: list[Span] = []
-    size = 0
+    tasks, gathered, size = list[Task](), list[Span](), 0
     for file in files:
-        for span, span_bytes in _spans(file):
-            spans.append(span)
+        name, path = file.path.name.lower(), file.path
+        is_whole = file.size <= TASK_BYTES or not name.endswith((".jsonl", ".ndjson", ".parquet"))
+        if not is_whole:
+            with path.open("rb", EDGE_BYTES) as content:
+                is_whole = compression(content) != ""
+        if is_whole:
+            spans = [(Span(path), file.size)]
+        elif name.endswith(".parquet"):
+            with _opened(path) as parquet:
+                groups = map(parquet.metadata.row_group, range(parquet.metadata.num_row_groups))
+                sizes = [group.total_byte_size for group in groups]
+            spans = [(Span(path, n, n + 1), group_bytes) for n, group_bytes in enumerate(sizes)]
+        else:
+            ends = [*range(TASK_BYTES, file.size, TASK_BYTES), file.size]
+            starts = [0, *ends[:-1]]
+            spans = [(Span(path, at, to), to - at) for at, to in zip(starts, ends, strict=True)]
+        for span, span_bytes in spans:
+            gathered.append(span)
             size += span_bytes
             if size >= TASK_BYTES:
-                tasks.append(Task(tuple(spans), size))
-                spans, size = [], 0
-    return [*tasks, Task(tuple(spans), size)] if spans else tasks
-
-
-def _spans(file: TextFile) -> Iterator[tuple[Span, int]]:
-    """Yield a file's spans with their approximate bytes of text."""
-    name = file.path.name.lower()
-    is_whole = file.size <= TASK_BYTES or not name.endswith((".jsonl", ".ndjson", ".parquet"))
-    if not is_whole:
-        with file.path.open("rb", EDGE_BYTES) as content:
-            is_whole = compression(content) != ""
-    if is_whole:
-        yield Span(file.path), file.size
-    elif name.endswith(".parquet"):
-        with _opened(file.path) as parquet:
-            metadata = parquet.metadata
-            for number in range(metadata.num_row_groups):
-                size = metadata.row_group(number).total_byte_size
-                yield Span(file.path, number, number + 1), size
-    else:
-        for start in range(0, file.size, TASK_BYTES):
-            end = min(start + TASK_BYTES, file.size)
-            yield Span(file.path, start, end), end - start
+                tasks.append(Task(tuple(gathered), size))
+                gathered, size = [], 0
+    return [*tasks, Task(tuple(gathered), size)] if gathered else tasks
 
 
 def column_texts(span: Span, *, field: str) -> Iterator[str | None]:

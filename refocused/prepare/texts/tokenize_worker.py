@@ -18,12 +18,12 @@ import numpy as np
 
 from refocused.bucket.bucket import crc32c_of, extended_crc32c
 from refocused.data.formats.token_layout import element_type
-from refocused.prepare.texts.text_documents import Piece, TextReading, pieces
+from refocused.prepare.texts.text_documents import TextReading, pieces
 from refocused.prepare.texts.text_inputs import Span
 from refocused.system.atomic_files import replace_file
 from refocused.system.errors import ShardError
 from refocused.system.strict_json import MalformedError, parse_json_object
-from refocused.tokenizers.encoders import Ids, Tokenizer, TokenizerChoice, open_tokenizer
+from refocused.tokenizers.encoders import Ids, TokenizerChoice, open_tokenizer
 
 Split = Literal["train", "val"]
 SPLITS: tuple[Split, ...] = ("train", "val")
@@ -145,46 +145,41 @@ class Worker:
         self._request = request
         self._folder = folder
         self._stopping = stopping
-        self._tokenizer: Tokenizer = open_tokenizer(request.tokenizer)
+        self._tokenizer = open_tokenizer(request.tokenizer)
         cuts = self._tokenizer.cuts_at_spaces
         self._reading = dataclasses.replace(request.reading, cuts_at_spaces=cuts)
 
     def run(self, number: int, spans: Iterable[Span]) -> TaskResult:
         """Tokenize spans; raise `ShardError` if a file or the disk cannot be used."""
+        folder, tokenizer = self._folder, self._tokenizer
+        dtype, ratio = element_type(tokenizer.vocabulary), self._request.validation_ratio
+        begin, counts = np.array([tokenizer.end_of_text_id], dtype), Counter[str]()
         try:
-            return self._run(number, spans)
+            with (
+                contextlib.closing(
+                    _SplitWriter(task_file(folder, number, "train"), dtype)
+                ) as train,
+                contextlib.closing(_SplitWriter(task_file(folder, number, "val"), dtype)) as val,
+            ):
+                writer = train
+                for span in spans:
+                    for piece in pieces(span, self._reading, counts):
+                        if piece.begins:
+                            if self._stopping is not None and self._stopping.is_set():
+                                raise RuntimeError("the main process is stopping")
+                            writer = val if is_validation(piece.text, ratio=ratio) else train
+                            writer.add(begin)
+                        writer.add(tokenizer.encode(piece.text))
+                trained = dataclasses.replace(train.publish(), empty=counts["empty"])
+                result: TaskResult = {"train": trained, "val": val.publish()}
+            text = json.dumps({split: dataclasses.asdict(made) for split, made in result.items()})
+            replace_file(task_file(folder, number, RESULT), text.encode(), concurrent=True)
+            return result
         except OSError as error:
             raise ShardError(
-                f"{self._folder}: {error.strerror or error}, while writing task {number}. Free "
-                "some space, and run the same command again: it continues from here."
+                f"{folder}: {error.strerror or error}, while writing task {number}. Free some "
+                "space, and run the same command again: it continues from here."
             ) from None
-
-    def _run(self, number: int, spans: Iterable[Span]) -> TaskResult:
-        folder = self._folder
-        dtype = element_type(self._tokenizer.vocabulary)
-        with (
-            contextlib.closing(_SplitWriter(task_file(folder, number, "train"), dtype)) as train,
-            contextlib.closing(_SplitWriter(task_file(folder, number, "val"), dtype)) as val,
-        ):
-            writer = train
-            begin = np.array([self._tokenizer.end_of_text_id], dtype)
-            counts = Counter[str]()
-            for span in spans:
-                for piece in pieces(span, self._reading, counts):
-                    if piece.begins:
-                        writer = val if self._is_validation(piece) else train
-                        writer.add(begin)
-                    writer.add(self._tokenizer.encode(piece.text))
-            trained = dataclasses.replace(train.publish(), empty=counts["empty"])
-            result: TaskResult = {"train": trained, "val": val.publish()}
-        text = json.dumps({split: dataclasses.asdict(made) for split, made in result.items()})
-        replace_file(task_file(folder, number, RESULT), text.encode(), concurrent=True)
-        return result
-
-    def _is_validation(self, piece: Piece) -> bool:
-        if self._stopping is not None and self._stopping.is_set():
-            raise RuntimeError("the main process is stopping")
-        return is_validation(piece.text, ratio=self._request.validation_ratio)
 
 
 def start_worker(request: TokenizeRequest, folder: Path, stopping: Event) -> None:
