@@ -40,6 +40,7 @@ from numpy.typing import NDArray
 from shaped_store import BUCKET, PAPER, Shape, requests_to, shaped_store
 
 from refocused.bucket.bucket import Bucket
+from refocused.bucket.folder import DirectoryBucket
 from refocused.bucket.open_bucket import open_bucket
 from refocused.checkpoints.mirror.remote_checkpoints import RemoteCheckpoints
 from refocused.checkpoints.resume.catalog import Catalog
@@ -47,7 +48,7 @@ from refocused.checkpoints.step.checkpoint_manifest import COMMITTED, Checkpoint
 from refocused.config.batch_plan import BatchPlan
 from refocused.config.data import DataConfig
 from refocused.data.cache.cache import ShardCache
-from refocused.data.cache.fetch_plan import FetchAhead, ShardPlanner
+from refocused.data.cache.fetch_plan import ShardPlanner
 from refocused.data.loader.loader import StepSequences, steps_from
 from refocused.data.manifest.run_manifest import describe_run
 from refocused.data.manifest.shard_manifest import Manifest, Shard, manifest_to_json
@@ -103,15 +104,27 @@ def rank(number: int) -> Record:
             super().plan(needed)
 
     manifest, before = _manifest(TOKENS // SHARD_TOKENS), _memory_mib()
-    data = DataConfig(source="gs://paper", disk_limit_gb=LIMIT_GB)
+    data = DataConfig(source="gs://paper", disk_limit_gb=LIMIT_GB, fetch_ahead_seconds=0)
     plan = BatchPlan(MICRO, 1, RANKS, LENGTH)
     with tempfile.TemporaryDirectory() as folder:
         began = time.perf_counter()
         order = _order(manifest)
-        cache = Planned({}, manifest, Path(folder), data=data, vocabulary=VOCABULARY, fetches=False)
-        limits = FetchAhead(data.fetch_ahead_shards, room_bytes=int(LIMIT_GB * 1e9))
-        clock, sequences = time.monotonic, plan.global_batch_size
-        planner = ShardPlanner(order, cache, ahead=limits, step_sequences=sequences, clock=clock)
+        cache = Planned(
+            {"": DirectoryBucket(Path(folder))},
+            manifest,
+            Path(folder),
+            data=data,
+            vocabulary=VOCABULARY,
+            fetches=False,
+        )
+        planner = ShardPlanner(
+            order,
+            cache,
+            data=data,
+            room_bytes=int(LIMIT_GB * 1e9),
+            step_sequences=plan.global_batch_size,
+            clock=time.monotonic,
+        )
         steps = steps_from(order, Position(), plan=plan, rank=number)
         planner.reading((first := next(steps)).first_block, first.last_block)
         found: Record = {"start_s": time.perf_counter() - began}

@@ -189,6 +189,11 @@ class DataConfig(Section):
         return [range(int(one[1]), int(one[2])) for one in found if one]
 
     @property
+    def masked_id(self) -> int | None:
+        """The id that begins each document where documents are masked."""
+        return self.document_id if self.mask_documents else None
+
+    @property
     def address(self) -> str:
         """The bucket prefix or the folder of the only source's token files."""
         return STDLIB_FOLDER if self.source == PYTHON_STDLIB else str(self.source)

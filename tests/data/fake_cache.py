@@ -7,7 +7,8 @@ from typing import Any, cast
 import numpy as np
 
 from refocused.config.batch_plan import BatchPlan
-from refocused.data.cache.fetch_plan import FetchAhead, ShardPlanner
+from refocused.config.data import DataConfig
+from refocused.data.cache.fetch_plan import ShardPlanner
 from refocused.data.cache.local_shards import TokenFile
 from refocused.data.loader.loader import Loader
 from refocused.data.manifest.shard_manifest import Manifest, Shard
@@ -85,23 +86,34 @@ def loader_of(
     plan = BatchPlan(
         micro_batch_size, gradient_accumulation_steps, world_size, others.pop("sequence_length", 4)
     )
-    return Loader(order, cast("Any", cache), plan=plan, rank=rank, ahead=FetchAhead(1), **others)
+    document_id = others.pop("document_id", None)
+    data = ahead(1, document_id=document_id, mask_documents=document_id is not None)
+    return Loader(order, cast("Any", cache), plan=plan, rank=rank, data=data, **others)
+
+
+def ahead(shards: int, *, seconds: float = 0.0, **changes: Any) -> DataConfig:
+    """Settings that fetch so many shards ahead of use, or for so many seconds."""
+    times = {"fetch_ahead_shards": shards, "fetch_ahead_seconds": seconds}
+    return DataConfig(source="x", **times, **changes)
 
 
 def planner_of(
-    stream: Any, ahead: FetchAhead, *, step_sequences: int = 4, clock: Any = lambda: 0.0
+    stream: Any, data: DataConfig, *, room: int | None = None, clock: Any = lambda: 0.0
 ) -> tuple[ShardPlanner, list[list[int]]]:
     """A planner over shards of 10 bytes, and its plans."""
     plans: list[list[int]] = []
     cache: Any = SimpleNamespace(
         plan=lambda needed: plans.append(list(needed)), local_bytes=lambda index: 10
     )
-    planner = ShardPlanner(stream, cache, ahead=ahead, step_sequences=step_sequences, clock=clock)
+    limits = {"data": data, "room_bytes": room}
+    planner = ShardPlanner(stream, cache, **limits, step_sequences=4, clock=clock)
     return planner, plans
 
 
-def wanted(stream: Any, *, oldest: int, newest: int, ahead: int, **limits: Any) -> list[int]:
+def wanted(
+    stream: Any, *, oldest: int, newest: int, shards: int, room: int | None = None, **limits: Any
+) -> list[int]:
     """The plan while training is in block `oldest` and reading in `newest`."""
-    planner, plans = planner_of(stream, FetchAhead(ahead, **limits))
+    planner, plans = planner_of(stream, ahead(shards, **limits), room=room)
     planner.reading(oldest, newest)
     return plans[-1]

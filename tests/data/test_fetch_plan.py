@@ -3,9 +3,9 @@ import itertools
 import threading
 
 import pytest
-from fake_cache import planner_of, wanted
+from fake_cache import ahead, planner_of, wanted
 
-from refocused.data.cache.fetch_plan import FetchAhead, FetchQueue, ShardPlanner
+from refocused.data.cache.fetch_plan import FetchQueue, ShardPlanner
 from refocused.data.order.sequence_order import Order
 from refocused.data.order.sequences import SequenceRange
 
@@ -47,14 +47,17 @@ def use_of(order: Order, blocks: int) -> list[int]:
 @pytest.mark.parametrize(
     ("limits", "place"),
     [
-        ({"oldest": 0, "newest": 0, "ahead": 3}, slice(5)),
-        ({"oldest": 1, "newest": 2, "ahead": 1}, slice(2, 7)),
+        ({"oldest": 0, "newest": 0, "shards": 3}, slice(5)),
+        ({"oldest": 1, "newest": 2, "shards": 1}, slice(2, 7)),
         *[
-            ({"oldest": 0, "newest": 1, "ahead": 100, "room_bytes": room}, slice(count))
+            ({"oldest": 0, "newest": 1, "shards": 100, "room": room}, slice(count))
             for room, count in [(90, 9), (59, 5), (50, 5), (49, 4), (40, 4), (5, 4)]
         ],
         *[
-            ({"oldest": 0, "newest": 0, "ahead": 6, "bytes": limit}, slice(count))
+            (
+                {"oldest": 0, "newest": 0, "shards": 6, "fetch_ahead_gb": limit and limit / 1e9},
+                slice(count),
+            )
             for limit, count in [(None, 8), (25, 4), (9, 2)]
         ],
     ],
@@ -65,14 +68,14 @@ def test_the_plan_has_the_blocks_in_use_and_as_many_shards_ahead_as_fit(limits, 
 
 
 def test_the_plan_has_at_most_all_shards_and_none_that_are_skipped():
-    assert sorted(wanted(order_of(3), oldest=0, newest=7, ahead=100)) == [0, 1, 2]
+    assert sorted(wanted(order_of(3), oldest=0, newest=7, shards=100)) == [0, 1, 2]
     order = order_of(6, skipped=(0, 1, 5))
-    assert sorted(wanted(order, oldest=0, newest=1, ahead=9)) == [2, 3, 4]
+    assert sorted(wanted(order, oldest=0, newest=1, shards=9)) == [2, 3, 4]
     assert order.shard_count == 3
 
 
 def test_a_plan_that_stays_the_same_is_not_made_again():
-    planner, plans = planner_of(order_of(3, block_shards=1), FetchAhead(5))
+    planner, plans = planner_of(order_of(3, block_shards=1), ahead(5))
     for block in range(2):
         planner.reading(block, block)
     assert len(plans) == 1  # all shards, in order of use from the first block on
@@ -80,7 +83,7 @@ def test_a_plan_that_stays_the_same_is_not_made_again():
 
 def test_a_block_stays_planned_until_training_has_left_it():
     order = order_of(8)  # two steps in each block
-    planner, plans = planner_of(order, FetchAhead(1))
+    planner, plans = planner_of(order, ahead(1))
     use = use_of(order, 4)
     for block in (0, 0, 1):
         planner.reading(block, block)
@@ -96,7 +99,7 @@ def test_a_block_stays_planned_until_training_has_left_it():
 
 def reader_without_room(blocks: int) -> tuple[ShardPlanner, list[list[int]], threading.Thread]:
     """Read steps of one block each, as many as there is room for; begin to read the next one."""
-    planner, plans = planner_of(order_of(6, block_shards=1), FetchAhead(0, room_bytes=10 * blocks))
+    planner, plans = planner_of(order_of(6, block_shards=1), ahead(0), room=10 * blocks)
     for block in range(blocks):
         planner.reading(block, block)
 
@@ -137,7 +140,7 @@ def test_reading_waits_for_room_until_training_moves_on(blocks, before, then, pl
 def test_a_fast_training_has_more_fetched_ahead_and_never_fewer_again():
     now = [0.0]
     planner, plans = planner_of(
-        order_of(40, block_shards=1), FetchAhead(2, seconds=5.0), clock=lambda: now[0]
+        order_of(40, block_shards=1), ahead(2, seconds=5.0), clock=lambda: now[0]
     )
     lengths = []
     for block in range(12):  # a step of 4 sequences uses a shard

@@ -182,27 +182,27 @@ def test_a_later_stage_is_fetched_ahead_of_its_border_and_not_before():
     stream = mixture_of(FIRST, block_shards=1, later=LATER).stream_from(Position())
     math = set(SHARDS["math"])
     needed = {stream.locate(np.array([n])).shards[0] for n in range(700, 710)} & math
-    assert not math & set(wanted(stream, oldest=0, newest=19, ahead=0))
-    ahead = [wanted(stream, oldest=n, newest=n + 3, ahead=2) for n in range(300, 697)]
+    assert not math & set(wanted(stream, oldest=0, newest=19, shards=0))
+    ahead = [wanted(stream, oldest=n, newest=n + 3, shards=2) for n in range(300, 697)]
     assert needed <= set(ahead[-1])
     used = stream.locate(np.arange(650, 6000)).shards.tolist()  # not every shard of code
-    assert set(used) == set(wanted(stream, oldest=650, newest=699, ahead=100)) != {*range(6)}
+    assert set(used) == set(wanted(stream, oldest=650, newest=699, shards=100)) != {*range(6)}
     # Only math is left: nothing else is kept or fetched, however much there is room for.
-    assert set(wanted(stream, oldest=2600, newest=2620, ahead=100)) == math
+    assert set(wanted(stream, oldest=2600, newest=2620, shards=100)) == math
 
 
 def test_what_is_local_holds_every_sequence_in_use_and_the_next_shards_ahead():
     stream = mixture_of(block_shards=1).stream_from(Position())
     for oldest in range(0, 900, 7):
         located = stream.locate(np.arange(oldest, oldest + 20))
-        in_use = wanted(stream, oldest=oldest, newest=oldest + 19, ahead=0)
+        in_use = wanted(stream, oldest=oldest, newest=oldest + 19, shards=0)
         assert set(located.shards.tolist()) <= set(in_use)
         assert len(in_use) < 6  # not simply everything
-        soon = wanted(stream, oldest=oldest, newest=oldest + 19, ahead=1)
+        soon = wanted(stream, oldest=oldest, newest=oldest + 19, shards=1)
         later = stream.locate(np.arange(oldest + 20, oldest + 2000)).shards.tolist()
         following = next(shard for shard in later if shard not in in_use)
         assert soon == [*in_use, following]
-        assert sorted(wanted(stream, oldest=oldest, newest=oldest, ahead=100)) == [*range(6)]
+        assert sorted(wanted(stream, oldest=oldest, newest=oldest, shards=100)) == [*range(6)]
 
 
 SEQUENCE_LENGTH = 3

@@ -13,7 +13,6 @@ from shard_samples import cache_of, settings
 from refocused.bucket.bucket import BlobInfo
 from refocused.bucket.folder import DirectoryBucket
 from refocused.config.batch_plan import BatchPlan
-from refocused.data.cache.fetch_plan import FetchAhead
 from refocused.data.loader.loader import BatchStream, Loader
 from refocused.data.manifest.shard_manifest import build_manifest
 from refocused.data.order.sequence_order import Order, choose_block_shards
@@ -56,7 +55,8 @@ def streams(
     begins = np.cumsum([0, *(LENGTH * count + 1 for count in sequences)])
     for shard, (first, end) in enumerate(itertools.pairwise(begins)):
         np.save(source / f"part_{shard:02d}.npy", np.arange(first, end, dtype=np.uint16))
-    data = settings(disk_limit_gb=(limit + 1) / 1e9, fetch_timeout_s=20.0)
+    times = {"fetch_ahead_shards": ahead, "fetch_ahead_seconds": 0.0, "fetch_timeout_s": 20.0}
+    data = settings(disk_limit_gb=(limit + 1) / 1e9, **times)
     bucket, wide = Watched(source), 2**16
     manifest = build_manifest(bucket, data)
     split = split_sequences(manifest, sequence_length=LENGTH)
@@ -76,9 +76,7 @@ def streams(
         order = Order(split.train, seed=1, block_shards=block_shards)
         found = []
         for rank, cache in enumerate(caches):
-            loader = Loader(
-                order, cache, plan=plan, rank=rank, ahead=FetchAhead(ahead, room_bytes=limit)
-            )
+            loader = Loader(order, cache, plan=plan, rank=rank, data=data, room_bytes=limit)
             found.append(stack.enter_context(contextlib.closing(loader.batches_from(Position()))))
         yield order, found
 

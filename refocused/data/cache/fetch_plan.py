@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 import threading
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
+from refocused.config.data import DataConfig
 from refocused.data.order.mixture_order import Stream
 
 if TYPE_CHECKING:
@@ -72,23 +72,15 @@ class FetchQueue:
         return {*self.planned, *self.pinned, *self.requested}
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class FetchAhead:
-    """How far to fetch beyond the blocks in use, and the room for all shards."""
-
-    shards: int  # minimum, if there is room (`data.fetch_ahead_shards`)
-    seconds: float | None = None  # of training, if that is more (`data.fetch_ahead_seconds`)
-    bytes: int | None = None  # maximum ahead (`data.fetch_ahead_gb`)
-    room_bytes: int | None = None  # maximum in all: `data.disk_limit_gb` less the pinned shards
-
-
 class ShardPlanner:
     """Plans the cache for one stream, as reading and training move from block to block.
 
     The ranks of a machine share the cache, and the rank that fetches may read some steps ahead of
     the others. No rank starts step s before all have the batches of step s - 1, so a block is kept
     until training, not reading, has left it. Without room for all blocks between the two, reading
-    waits for training. `clock` measures the pace of training, in seconds.
+    waits for training. `data` says how far to fetch beyond the blocks in use. `room_bytes` is the
+    room for all shards of the stream: `data.disk_limit_gb` less the pinned shards and a download;
+    None: no limit. `clock` measures the pace of training, in seconds.
     """
 
     def __init__(
@@ -96,14 +88,16 @@ class ShardPlanner:
         stream: Stream,
         cache: ShardCache,
         *,
-        ahead: FetchAhead,
+        data: DataConfig,
+        room_bytes: int | None,
         step_sequences: int,
         clock: Callable[[], float],
     ) -> None:
         self._stream = stream
         self._cache = cache
-        self._limits = ahead
-        self._ahead = ahead.shards
+        self._data = data
+        self._room_bytes = room_bytes
+        self._ahead = data.fetch_ahead_shards
         self._shards_per_step = step_sequences * stream.shard_count / stream.sequences_per_epoch
         self._clock = clock
         self._first_step: float | None = None  # its end: the first step may wait for its shards
@@ -145,7 +139,7 @@ class ShardPlanner:
         with self._advanced:
             while not self._closed:
                 in_use = set(self._stream.shards_between(self._oldest, last_block))
-                room = self._limits.room_bytes
+                room = self._room_bytes
                 if room is None or sum(map(self._cache.local_bytes, in_use)) <= room:
                     break
                 if self._steps_trained == self._steps_read:
@@ -157,9 +151,9 @@ class ShardPlanner:
             oldest = self._oldest
         self._steps_read += 1
         steps = self._steps_taken - 1
-        if self._limits.seconds is not None and self._first_step is not None and steps > 0:
+        if self._first_step is not None and steps > 0:
             pace = steps / max(self._clock() - self._first_step, 1e-9)
-            shards = math.ceil(pace * self._limits.seconds * self._shards_per_step)
+            shards = math.ceil(pace * self._data.fetch_ahead_seconds * self._shards_per_step)
             self._ahead = max(self._ahead, shards)  # never fewer than before
         planned_for = (oldest, last_block, self._ahead)
         if planned_for != self._planned_for:
@@ -173,10 +167,11 @@ class ShardPlanner:
         """Return the shards of some blocks, even beyond the room, and those ahead that fit."""
         planned = dict.fromkeys(self._stream.shards_between(oldest, newest))
         count = min(len(planned) + self._ahead, self._stream.shard_count)
-        left = math.inf if self._limits.bytes is None else self._limits.bytes
-        if self._limits.room_bytes is not None:
+        limit = self._data.fetch_ahead_gb
+        left = math.inf if limit is None else int(limit * 1e9)
+        if self._room_bytes is not None:
             in_use = sum(map(self._cache.local_bytes, planned))
-            left = min(left, self._limits.room_bytes - in_use)
+            left = min(left, self._room_bytes - in_use)
         later = self._stream.shards_after(newest)
         while len(planned) < count:
             shard = next((shard for shard in later if shard not in planned), None)

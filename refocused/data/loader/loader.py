@@ -15,7 +15,8 @@ import torch
 from numpy.typing import NDArray
 
 from refocused.config.batch_plan import BatchPlan
-from refocused.data.cache.fetch_plan import FetchAhead, ShardPlanner
+from refocused.config.data import DataConfig
+from refocused.data.cache.fetch_plan import ShardPlanner
 from refocused.data.loader.batch import Batch, BatchReader, MicroBatches
 from refocused.data.order.mixture_order import Mixture, Stream
 from refocused.data.order.sequence_order import Order
@@ -211,9 +212,9 @@ class Loader:
     cache: ShardCache
     plan: BatchPlan
     rank: int  # below `plan.world_size`
-    ahead: FetchAhead
+    data: DataConfig
+    room_bytes: int | None = None  # for the shards of the stream; None: no limit
     pin: bool = False  # return page-locked tensors; needs a GPU
-    document_id: int | None = None  # id that begins each document; None: documents are not masked
     copier: DeviceCopier | None = None  # None: batches stay on the CPU
     clock: Callable[[], float] = time.perf_counter  # in seconds; measures waiting
 
@@ -232,7 +233,7 @@ class Loader:
             self.cache,
             sequence_length=self.plan.sequence_length,
             pin=self.pin,
-            document_id=self.document_id,
+            document_id=self.data.masked_id,
         )
 
     def validation_batches(self, chosen: Located, *, source: str | None = None) -> Iterator[Batch]:
@@ -278,7 +279,8 @@ class BatchStream:
         self._planner = ShardPlanner(
             stream,
             loader.cache,
-            ahead=loader.ahead,
+            data=loader.data,
+            room_bytes=loader.room_bytes,
             step_sequences=loader.plan.global_batch_size,
             clock=loader.clock,
         )

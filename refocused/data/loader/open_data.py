@@ -16,7 +16,6 @@ from refocused.config.batch_plan import BatchPlan
 from refocused.config.data import PYTHON_STDLIB, DataConfig
 from refocused.config.load_run import load_run
 from refocused.data.cache.cache import ShardCache
-from refocused.data.cache.fetch_plan import FetchAhead
 from refocused.data.loader.batch import Batch
 from refocused.data.loader.loader import BatchStream, DeviceCopier, Loader
 from refocused.data.manifest.run_manifest import describe_run
@@ -126,28 +125,22 @@ def build_data(
     )
     cache.pin(pinned)
     on_gpu = world.device_kind == "cuda"
-    document_id = data.document_id if data.mask_documents else None
     loader = Loader(
         order,
         cache,
         plan=plan,
         rank=world.rank if rank is None else rank,
-        ahead=FetchAhead(
-            data.fetch_ahead_shards,
-            seconds=data.fetch_ahead_seconds,
-            bytes=None if data.fetch_ahead_gb is None else int(data.fetch_ahead_gb * 1e9),
-            room_bytes=room,
-        ),
+        data=data,
+        room_bytes=room,
         pin=on_gpu,
-        document_id=document_id,
         copier=DeviceCopier(world.device) if on_gpu else None,
     )
     length = plan.sequence_length
     order_text = describe_order(
-        order, manifest=manifest, seed=seed, sequence_length=length, document_id=document_id
+        order, manifest=manifest, seed=seed, sequence_length=length, document_id=data.masked_id
     )
     validation_set = validation_fingerprint(
-        sources, manifest, sequence_length=length, document_id=document_id
+        sources, manifest, sequence_length=length, document_id=data.masked_id
     )
     return DataParts(manifest, sources, order, order_text, cache, loader, validation_set)
 
