@@ -132,11 +132,8 @@ def convert(
             best_fit=request.best_fit,
         )
         sizes = [listing[name].size for name in names]
-        if shard_tokens is None and not packer.cursor.offset:
-            packer.end_shard()  # of a file that was complete when the earlier call was killed
-        progress(sum(sizes[: packer.cursor.source]), sum(sizes))
-        while packer.cursor.source < len(names):
-            number = packer.cursor.source
+        progress(sum(sizes[: packer.source]), sum(sizes))
+        for number in range(packer.source, len(names)):
             convert_file(names[number], packer)
             packer.end_source()
             if shard_tokens is None:

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from refocused.bucket.bucket import BLOCK_BYTES, Bucket, crc32c_of, extended_crc32c, is_stored
+from refocused.bucket.bucket import Bucket, crc32c_of, is_stored
 from refocused.bucket.partial_files import disk_errors
 from refocused.data.cache.local_shards import HEADER_BYTES
 from refocused.data.formats.object_names import MANIFEST_NAME, RECIPE_NAME
@@ -81,8 +81,7 @@ def pack_once(
                         f"damaged. Remove its {MANIFEST_NAME} and run the same command again."
                     )
         else:
-            with contextlib.closing(Journal(work / JOURNAL_NAME, dtype=dtype)) as journal:
-                manifest = pack(journal)
+            manifest = pack(Journal(work / JOURNAL_NAME, dtype=dtype))
             write_manifest(bucket, manifest)
         _clear(work)
     return manifest
@@ -126,7 +125,7 @@ def _begin(bucket: Bucket, work: Path, recipe: Mapping[str, object], *, differen
     Only shards that the journal lists with the bytes that the bucket has are removed. Any other
     object is an error.
     """
-    rows = [line["row"] for line in _whole_lines(work / JOURNAL_NAME) if difference and line["row"]]
+    rows = [line["row"] for line in _whole_lines(work / JOURNAL_NAME) if difference]
     keys = ("name", "size", "crc32c")
     made = [row["name"] for row in rows if is_stored(bucket, **{key: row[key] for key in keys})]
     kept = {*made, RECIPE_NAME} if difference else set()
@@ -154,74 +153,52 @@ def _clear(work: Path) -> None:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Cursor:
-    """Position of a stream's packing."""
-
-    source: int = 0  # number of the task or file being packed
-    offset: int = 0  # packed ids of it
-    shard: int = 0  # number of the open shard
-    filled: int = 0  # ids in the open shard
-    crc32c: int = 0  # of these ids
-    max_id: int = 0  # of these ids
-    documents: int = 0  # that start among these ids
+Cursor = tuple[int, int]  # number of a task or file, and how many of its ids are packed
 
 
 class Journal:
-    """A file of cursors and finished shards, one line each; a torn end is dropped.
+    """A file of finished shards, one line each; a torn end is dropped.
 
-    A line has the `cursor` of a `stream` after a step, and the `row` of the shard that the step
-    has finished, or null.
+    A line has the `row` of a shard of a `stream`, and the `cursor` of the stream after it.
     """
 
     def __init__(self, path: Path, *, dtype: np.dtype[Any]) -> None:
         self._path = path
         self.dtype = dtype
         with disk_errors(path):
-            path.touch()
             self._lines = list(_whole_lines(path))
-            self._file = self._rewritten()
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+            self._rewrite()
 
     def cursor(self, stream: str) -> Cursor:
-        """Return a stream's last cursor, or that of its start."""
-        cursors = (line["cursor"] for line in reversed(self._lines) if line["stream"] == stream)
-        return Cursor(**next(cursors, {}))
+        """Return where a stream goes on after its last finished shard."""
+        source, offset = self._of(stream)[-1]["cursor"] if self._of(stream) else (0, 0)
+        return source, offset
 
     def shards(self, stream: str) -> list[Shard]:
         """Return a stream's finished shards, in order."""
-        rows = [line["row"] for line in self._lines if line["stream"] == stream and line["row"]]
-        return [Shard(**row, dtype=self.dtype.name) for row in rows]
+        return [Shard(**line["row"], dtype=self.dtype.name) for line in self._of(stream)]
 
-    def note(self, stream: str, cursor: Cursor, shard: Shard | None) -> None:
-        """Append a line, durably if it has a shard."""
-        row = shard and {name: getattr(shard, name) for name in _ROW_KEYS}
-        line = {"stream": stream, "cursor": dataclasses.asdict(cursor), "row": row}
-        with disk_errors(self._path):
-            self._file.write(_text(line))
-            self._file.flush()
-            if shard is not None:
-                os.fsync(self._file.fileno())
-        self._lines.append(line)
+    def note(self, stream: str, cursor: Cursor, shard: Shard) -> None:
+        """Append a shard, durably."""
+        row = {name: getattr(shard, name) for name in _ROW_KEYS}
+        self._lines.append({"stream": stream, "cursor": cursor, "row": row})
+        with disk_errors(self._path), self._path.open("ab") as file:
+            file.write(_text(self._lines[-1]))
+            file.flush()
+            os.fsync(file.fileno())
 
     def rewind(self, stream: str, *, shards: int) -> None:
-        """Remove all lines of a stream after its first `shards` shards."""
+        """Remove a stream's shards after its first `shards` ones."""
         others = [line for line in self._lines if line["stream"] != stream]
-        kept = [line for line in self._lines if line["stream"] == stream and line["row"]]
-        self._lines = others + kept[:shards]
+        self._lines = others + self._of(stream)[:shards]
         with disk_errors(self._path):
-            self._file.close()
-            self._file = self._rewritten()
+            self._rewrite()
 
-    def _rewritten(self) -> BinaryIO:
-        """Replace the file by the shards and last cursors, and open it."""
-        last = {line["stream"]: line for line in self._lines}
-        self._lines = [line for line in self._lines if line["row"] or last[line["stream"]] is line]
+    def _of(self, stream: str) -> list[dict[str, Any]]:
+        return [line for line in self._lines if line["stream"] == stream]
+
+    def _rewrite(self) -> None:
         replace_file(self._path, b"".join(map(_text, self._lines)), durable=True)
-        return self._path.open("ab")
 
 
 def _whole_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -235,10 +212,10 @@ def _whole_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def packed_sources(work: Path, streams: Sequence[str]) -> int:
-    """Return how many sources all streams have packed, by the journal of another process."""
+    """Return how many sources are in finished shards of all streams, by another's journal."""
     last = dict.fromkeys(streams, 0)
     for line in _whole_lines(work / JOURNAL_NAME):
-        last[line["stream"]] = line["cursor"]["source"]
+        last[line["stream"]] = line["cursor"][0]
     return min(last.values())
 
 
@@ -339,9 +316,16 @@ def best_fit_decreasing(sizes: list[int], *, room: int) -> list[list[int]]:
 class ShardPacker:
     """Packs one stream of ids into shards, and stores each when it is full.
 
-    The open shard is a local file. If it is ahead of the journal's last cursor, the next start
-    truncates it. A shard that was stored but not journaled is made and stored again, which the
+    The open shard is a local file, which the next start makes anew from the cursor of the last
+    finished one. A shard that was stored but not journaled is made and stored again, which the
     bucket accepts.
+
+    Attributes:
+        kept: Shards of earlier calls that remain.
+        cursor: Where the open shard begins; what lies before is in finished shards.
+        source: Number of the source to add to.
+        shards: Finished shards.
+        counts: How documents were packed; see `BestFit`.
     """
 
     def __init__(
@@ -359,8 +343,7 @@ class ShardPacker:
     ) -> None:
         """Verify the shards in the journal, and continue after them.
 
-        The first bad shard and all later ones are made again, as is a damaged open shard. `kept`
-        is the number of finished shards that remain.
+        The first bad shard and all later ones are made again.
 
         Args:
             bucket: Receives the shards.
@@ -381,48 +364,32 @@ class ShardPacker:
         self._shard_tokens = shard_tokens // (best_fit or 1) * (best_fit or 1)
         self._dtype = journal.dtype
         self._begin_id = begin_id
-        self.kept = self._verified()
-        self.cursor = journal.cursor(stream)
+        self._file: BinaryIO  # of the open shard, with figures of its ids
+        self._filled = self._max_id = self._documents = 0
         self._fit: BestFit | None = None
-        self.counts = Counter[str]()  # how documents were packed; see `BestFit`
+        self.counts = Counter[str]()
         if best_fit is not None and begin_id is not None:
             self._fit = BestFit(best_fit, begin_id, dtype=journal.dtype)
             self.counts = self._fit.counts
-        self._skipped = self.cursor.offset - self.start  # ids of sequences that are already packed
-        with disk_errors(self._path):
-            self._file = self._reopened()
-
-    def _verified(self) -> int:
-        shards = self._journal.shards(self._stream)
-        kept = len(shards)
-        for number, shard in enumerate(shards):
+        for number, shard in enumerate(journal.shards(stream)):
             assert shard.crc32c is not None  # it was packed here
-            if not is_stored(self._bucket, shard.name, size=shard.size, crc32c=shard.crc32c):
+            if not is_stored(bucket, shard.name, size=shard.size, crc32c=shard.crc32c):
                 _log.warning("%s is missing or damaged; making it again", shard.name)
-                self._bucket.delete(shard.name)
-                self._journal.rewind(self._stream, shards=number)
-                kept = number
+                bucket.delete(shard.name)
+                journal.rewind(stream, shards=number)
                 break
-        cursor = self._journal.cursor(self._stream)
-        left, checksum = cursor.filled * self._dtype.itemsize, 0
-        if left and self._path.exists():
-            with self._path.open("rb") as file:
-                file.seek(HEADER_BYTES)
-                while left and (block := file.read(min(left, BLOCK_BYTES))):
-                    checksum = extended_crc32c(checksum, block)
-                    left -= len(block)
-        if left or checksum != cursor.crc32c:
-            _log.warning("The unfinished shard of %s is damaged; making it again", self._path.stem)
-            self._journal.rewind(self._stream, shards=kept)
-        return kept
+        self.kept = self.shards = len(journal.shards(stream))
+        self.source, self._offset = journal.cursor(stream)
+        self._skipped = self._offset - self.start  # ids of sequences that are already packed
+        self._begin_shard()
 
     @property
     def start(self) -> int:
-        """The first id of the source at the cursor to add."""
-        return self.cursor.offset if self._fit is None else 0
+        """The first id of the next source to add."""
+        return self._offset if self._fit is None else 0
 
     def add(self, ids: Ids) -> None:
-        """Append ids of the source at the cursor; raise `BucketError` if they cannot be stored."""
+        """Append ids of the next source; raise `BucketError` if they cannot be stored."""
         for some in (ids,) if self._fit is None else self._fit.add(ids):
             self._place(some)
 
@@ -430,85 +397,69 @@ class ShardPacker:
         start = min(self._skipped, len(ids))
         self._skipped -= start
         while start < len(ids):
-            room = self._shard_tokens - self.cursor.filled
-            self._append(ids[start : start + room])
-            start += room
-            if self.cursor.filled == self._shard_tokens:
+            some = ids[start : start + self._shard_tokens - self._filled]
+            begins = np.zeros(0, bool) if self._begin_id is None else some == self._begin_id
+            if self._best_fit is not None:  # these are whole sequences; padding begins no document
+                begins = begins[:-1] & ~begins[1:]
+            self._documents += int(np.count_nonzero(begins))
+            self._write(some)
+            self._offset += len(some)
+            start += len(some)
+            if self._filled == self._shard_tokens:
                 self.end_shard()
 
     def end_source(self) -> None:
-        """Journal that a source is packed; the cursor's checksum replaces an fsync."""
+        """Go on with the next source."""
         for some in () if self._fit is None else self._fit.rest():
             self._place(some)
-        with disk_errors(self._path):
-            self._file.flush()
-        self.cursor = dataclasses.replace(self.cursor, source=self.cursor.source + 1, offset=0)
-        self._journal.note(self._stream, self.cursor, None)
+        self.source, self._offset = self.source + 1, 0
 
     def end_shard(self) -> None:
         """Store the open shard as it is, unless it is empty."""
-        if not self.cursor.filled:
+        if not self._filled:
             return
         if self._best_fit is not None:
-            offset = self.cursor.offset
-            self._append(np.array([self._begin_id]))
-            self.cursor = dataclasses.replace(self.cursor, offset=offset)
-        done = self.cursor
+            self._write(np.array([self._begin_id]))
         header = io.BytesIO()
-        form = {"descr": self._dtype.str, "fortran_order": False, "shape": (done.filled,)}
+        form = {"descr": self._dtype.str, "fortran_order": False, "shape": (self._filled,)}
         np.lib.format.write_array_header_1_0(header, form)
         with disk_errors(self._path):
             self._file.seek(0)
             self._file.write(header.getvalue())
             self._file.flush()
             os.fsync(self._file.fileno())
+            self._file.close()
             size, checksum = self._path.stat().st_size, crc32c_of(self._path)
         shard = Shard(
-            name=self._shard_name(done.shard),
-            tokens=done.filled,
+            name=self._shard_name(self.shards),
+            tokens=self._filled,
             dtype=self._dtype.name,
             size=size,
             crc32c=checksum,
-            max_id=done.max_id,
-            documents=None if self._begin_id is None else done.documents,
+            max_id=self._max_id,
+            documents=None if self._begin_id is None else self._documents,
             packed_for=self._best_fit,
             document_id=None if self._best_fit is None else self._begin_id,
         )
         self._bucket.upload(self._path, shard.name, crc32c=checksum)
-        self.cursor = Cursor(done.source, done.offset, shard=done.shard + 1)
-        self._journal.note(self._stream, self.cursor, shard)
-        with disk_errors(self._path):
-            self._file.close()
-            self._file = self._reopened()
+        self._journal.note(self._stream, (self.source, self._offset), shard)
+        self.shards += 1
+        self._begin_shard()
 
     def close(self) -> None:
-        """Close the open shard's file; it stays for the next start."""
+        """Close the open shard's file."""
         self._file.close()
 
-    def _append(self, ids: Ids) -> None:
+    def _write(self, ids: Ids) -> None:
         content = ids.astype(self._dtype, copy=False).tobytes()
         with disk_errors(self._path, needed_bytes=len(content)):
             self._file.write(content)
-        before = self.cursor
-        begins = np.zeros(0, bool) if self._begin_id is None else ids == self._begin_id
-        if self._best_fit is not None:  # these are whole sequences; padding begins no document
-            begins = begins[:-1] & ~begins[1:]
-        self.cursor = dataclasses.replace(
-            before,
-            offset=before.offset + len(ids),
-            filled=before.filled + len(ids),
-            crc32c=extended_crc32c(before.crc32c, content),
-            max_id=max(before.max_id, int(ids.max())),
-            documents=before.documents + int(np.count_nonzero(begins)),
-        )
+        self._filled += len(ids)
+        self._max_id = max(self._max_id, int(ids.max()))
 
-    def _reopened(self) -> BinaryIO:
-        """Open the file of the open shard, truncated to the cursor."""
-        if not self.cursor.filled:
-            file = self._path.open("wb+")
-            file.write(bytes(HEADER_BYTES))
-            return file
-        file = self._path.open("rb+")
-        file.truncate(HEADER_BYTES + self.cursor.filled * self._dtype.itemsize)
-        file.seek(0, os.SEEK_END)
-        return file
+    def _begin_shard(self) -> None:
+        self.cursor = self.source, self._offset
+        self._filled = self._max_id = self._documents = 0
+        with disk_errors(self._path):
+            self._file = self._path.open("wb+")
+            self._file.write(bytes(HEADER_BYTES))

@@ -5,7 +5,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Literal
@@ -26,7 +26,7 @@ from refocused.prepare.texts.tokenize_worker import (
     TaskResult,
     TokenizeRequest,
     read_result,
-    remove_result,
+    remove_ids,
     task_file,
 )
 from refocused.prepare.write_shards import (
@@ -119,18 +119,19 @@ def tokenize(
                 best_fit=request.best_fit,
             )
         kept = sum(packer.kept for packer in packers.values())
-        first = min(packer.cursor.source for packer in packers.values())
-        for number in range(first):
-            remove_result(work, number)
+        first = min(packer.source for packer in packers.values())
+        for split, packer in packers.items():
+            remove_ids(work, split, range(packer.cursor[0]))
         sizes = [0, *itertools.accumulate(task.bytes for task in tasks)]
         progress(sizes[first], sizes[-1], 0, kept)
         pool = POOLS[executor](request, work, workers)
-        for number, result in _results(pool, work, tasks, first):
+        for number, result in _results(pool, work, tasks, packers):
             for split, packer in packers.items():
-                if packer.cursor.source <= number:
+                begun = packer.cursor[0]
+                if packer.source <= number:
                     add(packer, number, split, result)
-            remove_result(work, number)
-            shards = sum(packer.cursor.shard for packer in packers.values())
+                remove_ids(work, split, range(begun, packer.cursor[0]))  # in a finished shard
+            shards = sum(packer.shards for packer in packers.values())
             progress(sizes[number + 1], sizes[-1], new_tokens, shards)
         for packer in packers.values():
             packer.end_shard()
@@ -217,14 +218,15 @@ def _recipe(
 
 
 def _results(
-    pool: Pool, work: Path, tasks: Sequence[Task], first: int
+    pool: Pool, work: Path, tasks: Sequence[Task], packers: Mapping[Split, ShardPacker]
 ) -> Iterator[tuple[int, TaskResult]]:
     """Yield the results of tasks in order; twice as many as workers are submitted ahead."""
-    numbers = range(first, len(tasks))
+    numbers = range(min(packer.source for packer in packers.values()), len(tasks))
     with pool as (submit, workers):
 
         def start(number: int) -> Callable[[], TaskResult]:
-            known = read_result(work, number)
+            needed = [split for split, packer in packers.items() if packer.cursor[0] <= number]
+            known = read_result(work, number, needed)
             if known is not None:
                 return lambda: known
             return submit(number, tasks[number].spans)

@@ -77,24 +77,24 @@ def task_files(folder: Path, number: int) -> list[Path]:
     return [task_file(folder, number, kind) for kind in (*SPLITS, RESULT)]
 
 
-def read_result(folder: Path, number: int) -> TaskResult | None:
-    """Return the result of a finished task with intact files; None otherwise."""
+def read_result(folder: Path, number: int, needed: Iterable[Split] = SPLITS) -> TaskResult | None:
+    """Return the result of a finished task if its files of the `needed` splits are intact."""
     try:
         content = parse_json_object(task_file(folder, number, RESULT).read_bytes())
         result = {split: SplitFile(**content[split]) for split in SPLITS}
     except (FileNotFoundError, MalformedError, LookupError, TypeError):
         return None
-    for split in SPLITS:
+    for split in needed:
         path = task_file(folder, number, split)
         if not path.exists() or crc32c_of(path) != result[split].crc32c:
             return None
     return result
 
 
-def remove_result(folder: Path, number: int) -> None:
-    """Remove a task's files, its result first."""
-    for path in reversed(task_files(folder, number)):
-        path.unlink(missing_ok=True)
+def remove_ids(folder: Path, split: Split, numbers: Iterable[int]) -> None:
+    """Remove the ids of tasks that are in finished shards; their results are small, and stay."""
+    for number in numbers:
+        task_file(folder, number, split).unlink(missing_ok=True)
 
 
 class _SplitWriter:
