@@ -108,7 +108,7 @@ def recipe_difference(bucket: Bucket, recipe: Mapping[str, object]) -> str | Non
         if old == new:
             continue
         if isinstance(old, list) and isinstance(new, list):
-            old, new = ([one for one in a if one not in b] for a, b in ((old, new), (new, old)))
+            old, new = ([item for item in a if item not in b] for a, b in ((old, new), (new, old)))
         difference = f"{key} = {old!r:.300} there, {new!r:.300} now"
         if "made by" in stored and bucket.info(MANIFEST_NAME) is None:
             return difference
@@ -285,12 +285,12 @@ class BestFit:
                 at += 1 + stop - start
             self.counts["padding"] += length - at
         places = borders + self.counts["stream"]
-        found = {
+        marks = {
             "documents": ends > firsts,
             "cut": ends - firsts > room,
             "cut_in_stream": places[:-1] // length != (places[1:] - 1) // length,
         }
-        self.counts.update({name: int(each.sum()) for name, each in found.items()})
+        self.counts.update({name: int(each.sum()) for name, each in marks.items()})
         self.counts.update(stream=end, ids=packed.size)
         return packed.ravel()
 
@@ -302,9 +302,9 @@ def best_fit_decreasing(sizes: list[int], *, room: int) -> list[list[int]]:
         tuple[int, int]
     ] = []  # of sequences that are not full, and their numbers; ascending
     for number in sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True):
-        place = bisect.bisect_left(spaces, (sizes[number],))
-        is_new = place == len(spaces)
-        space, sequence = (room, len(sequences)) if is_new else spaces.pop(place)
+        fullest = bisect.bisect_left(spaces, (sizes[number],))
+        is_new = fullest == len(spaces)
+        space, sequence = (room, len(sequences)) if is_new else spaces.pop(fullest)
         if is_new:
             sequences.append([])
         sequences[sequence].append(number)

@@ -277,10 +277,10 @@ class FileTokenizer:
                 elif back.strip(" \u2581") != letter.strip(" \u2581"):
                     changed[letter] += counts[letter]
         notes, total = [], max(counts.total(), 1)
-        for found, what in ((lost, "lost: they vanish or become unknown"), (changed, _CHANGED)):
-            some = ", ".join(f"{letter!r} ({n:,} times)" for letter, n in found.most_common(5))
-            if found:
-                share = f"{found.total() / total:.2%} of the characters of a sample"
+        for counted, what in ((lost, "lost: they vanish or become unknown"), (changed, _CHANGED)):
+            some = ", ".join(f"{letter!r} ({n:,} times)" for letter, n in counted.most_common(5))
+            if counted:
+                share = f"{counted.total() / total:.2%} of the characters of a sample"
                 notes.append(f"{share} are {what}, such as {some}")
         return lost.total() / total, tuple(notes)
 
@@ -311,10 +311,12 @@ def found_end_of_text(tokenizer: Any, file: Path | None) -> str | None:
             raise ShardError(f"{where}: it is not a JSON object ({error}). {_NAME_IT}") from None
         # A token may come with its settings.
         entry = entry.get("content") if isinstance(entry, dict) else entry
-        for one in entry if isinstance(entry, list) else [entry]:
-            named = [token for token, number in ids.items() if one in (token, number)]
-            if one is not None and not named:
-                raise ShardError(f"{where}: the tokenizer has no token {one!r:.80}. {_NAME_IT}")
+        for named_end in entry if isinstance(entry, list) else [entry]:
+            named = [token for token, number in ids.items() if named_end in (token, number)]
+            if named_end is not None and not named:
+                raise ShardError(
+                    f"{where}: the tokenizer has no token {named_end!r:.80}. {_NAME_IT}"
+                )
             tokens += named
     if not tokens:
         added = tokenizer.get_added_tokens_decoder().values()
@@ -344,9 +346,11 @@ def _with_unwritable(token: str, tokenizer: Any, *, where: object) -> Any:
         if row["content"] == token:
             row |= {"content": name, "special": True}
     if isinstance(model["vocab"], list):  # of Unigram: pieces with their scores
-        model["vocab"] = [[name if one == token else one, score] for one, score in model["vocab"]]
+        model["vocab"] = [
+            [name if word == token else word, score] for word, score in model["vocab"]
+        ]
     else:
-        model["vocab"] = {name if one == token else one: n for one, n in model["vocab"].items()}
+        model["vocab"] = {name if word == token else word: n for word, n in model["vocab"].items()}
     if model.get("merges"):
         prefix = len(model.get("continuing_subword_prefix") or "")
         model["merges"] = [

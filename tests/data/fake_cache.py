@@ -94,7 +94,7 @@ def loader_of(
 def ahead(shards: int, *, seconds: float = 0.0, **changes: Any) -> DataConfig:
     """Settings that fetch so many shards ahead of use, or for so many seconds."""
     times = {"fetch_ahead_shards": shards, "fetch_ahead_seconds": seconds}
-    return DataConfig(source="x", **times, **changes)
+    return DataConfig(source="x", **changes).model_copy(update=times)  # also none
 
 
 def planner_of(

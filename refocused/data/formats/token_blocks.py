@@ -111,8 +111,8 @@ def _row_blocks(
 ) -> Iterator[Ids]:
     """Yield the tokens of some rows each, with a separator before each but the file's first."""
     rows, started = _rows_per_block(layout, name=name), False
-    place = layout.lengths or layout.mask
-    marks = _blocks(file, archive, place, rows=rows, name=name) if place else None
+    array = layout.lengths or layout.mask
+    marks = _blocks(file, archive, array, rows=rows, name=name) if array else None
     for block in _blocks(file, archive, layout.ids, rows=rows, name=name):
         kept = _kept(next(marks) if marks else block, layout, name=name)
         if layout.separator_id is None:
@@ -135,8 +135,8 @@ def _kept(marks: Ids, layout: TokenLayout, *, name: str) -> Kept:
         return np.arange(layout.ids.shape[1]) < lengths[:, None]
     if layout.mask:
         if marks.min() < 0 or marks.max() > 1:
-            found = f"{MASK_KEY} holds {marks.min()} to {marks.max()}"
-            raise unusable(name, f"{found}; only 1 (token) and 0 (padding) are valid")
+            values = f"{MASK_KEY} holds {marks.min()} to {marks.max()}"
+            raise unusable(name, f"{values}; only 1 (token) and 0 (padding) are valid")
         return np.asarray(marks == 1)
     is_token = marks != layout.pad_id
     # Padding is the run of pad ids at the end of a row.
@@ -147,6 +147,6 @@ def _kept(marks: Ids, layout: TokenLayout, *, name: str) -> Kept:
 def _checked_lengths(lengths: Ids, layout: TokenLayout, *, name: str) -> npt.NDArray[np.int64]:
     columns = layout.ids.shape[1]
     if lengths.min() < 0 or lengths.max() > columns:
-        found = f"{LENGTHS_KEY} holds {lengths.min()} to {lengths.max()}"
-        raise unusable(name, f"{found} for rows of {columns} ids")
+        values = f"{LENGTHS_KEY} holds {lengths.min()} to {lengths.max()}"
+        raise unusable(name, f"{values} for rows of {columns} ids")
     return lengths.astype(np.int64)

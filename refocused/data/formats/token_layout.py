@@ -335,9 +335,9 @@ def _npz_layout(file: ByteSource, *, name: str, data: DataConfig) -> TokenLayout
             kinds = {key: header(key).dtype for key in keys if key not in (LENGTHS_KEY, MASK_KEY)}
             named = [key for key, dtype in kinds.items() if dtype.kind in "iu"]
             if len(named) != 1:
-                found = ", ".join(f"{key} ({dtype})" for key, dtype in kinds.items()) or "none"
+                arrays = ", ".join(f"{key} ({dtype})" for key, dtype in kinds.items()) or "none"
                 raise ShardError(
-                    f"{name}: it is unclear which array holds the token ids ({found}). Name the "
+                    f"{name}: it is unclear which array holds the token ids ({arrays}). Name the "
                     f"array of ids one of {', '.join(ID_KEYS)}, or put the file's name in "
                     "data.exclude."
                 )

@@ -68,7 +68,7 @@ class DataParts:
         if isinstance(self.order, Order):
             return files_done(self.order, self.order.number_of(position))
         orders, consumed = self.order.orders, position.sources or {}
-        return sum(files_done(one, consumed.get(name, 0)) for name, one in orders.items())
+        return sum(files_done(order, consumed.get(name, 0)) for name, order in orders.items())
 
 
 def build_data(
@@ -222,7 +222,7 @@ class TokenLoader(IterableDataset[tuple[Tensor, Tensor]]):
         try:
             section = DataConfig.model_validate({**where, **data})
         except pydantic.ValidationError as error:
-            wrong = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()]
+            wrong = [f"{'.'.join(map(str, row['loc']))}: {row['msg']}" for row in error.errors()]
             raise ConfigError(f"TokenLoader: {'; '.join(wrong)}.") from None
         if any(stage.from_step is not None for stage in section.stages.values()):
             raise ConfigError("TokenLoader: give stages by from_tokens, not by steps of a batch.")

@@ -109,7 +109,8 @@ def describe_run(
         for shard in manifest.shards
     ]
     ends = {manifest.end_of_text_id for manifest in manifests.values()}
-    known = {name: one.tokenizer for name, one in manifests.items() if one.tokenizer != "unknown"}
+    named = {source: manifest.tokenizer for source, manifest in manifests.items()}
+    known = {source: tokenizer for source, tokenizer in named.items() if tokenizer != "unknown"}
     if len(set(known.values())) > 1:
         names = ", ".join(f"{name}: {tokenizer}" for name, tokenizer in known.items())
         raise ShardError(

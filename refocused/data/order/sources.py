@@ -56,7 +56,7 @@ class Source:
     @property
     def skipped_sequences(self) -> int:
         """Training sequences of an epoch in skipped shards."""
-        return sequence_count(one for one in self.train if one.shard in self.skipped)
+        return sequence_count(span for span in self.train if span.shard in self.skipped)
 
 
 def split_sources(
@@ -218,9 +218,9 @@ def order_sources(
 
 def unused_tokens(shards: Iterable[Shard], *, sequence_length: int) -> int:
     """Return the tokens after the last sequence of each shard, which no run can use."""
-    used = (sequences_of(one.tokens, sequence_length=sequence_length) for one in shards)
+    used = (sequences_of(shard.tokens, sequence_length=sequence_length) for shard in shards)
     ends = (sequences * sequence_length + 1 if sequences else 0 for sequences in used)
-    return sum(one.tokens - end for one, end in zip(shards, ends, strict=True))
+    return sum(shard.tokens - end for shard, end in zip(shards, ends, strict=True))
 
 
 def data_warnings(
@@ -230,34 +230,40 @@ def data_warnings(
     warnings, shards = [], manifest.shards
     parts = split_by_source(manifest) if data.mixture else {"": (0, manifest)}
     for source, (first, whole) in zip(sources, parts.values(), strict=True):
-        place = f"data.mixture.{source.name}" if source.name else "data"
-        own = data.of_source(source.name) if source.name else data
-        trained = [whole.shards[one.shard - first] for one in source.train]
-        files = [file.name for one in trained for file in one.files]
+        setting = f"data.mixture.{source.name}" if source.name else "data"
+        section = data.of_source(source.name) if source.name else data
+        trained = [whole.shards[span.shard - first] for span in source.train]
+        files = [file.name for shard in trained for file in shard.files]
         named = [name for name in files if HELD_OUT.search(name)]
         if 0 < len(named) < len(files):
             shown, more = named[:3], f" and {len(named) - 3:,} more" if len(named) > 3 else ""
             warnings.append(
                 f"{len(named)} of {len(files)} training files look held out ({', '.join(shown)}"
-                f"{more}). Add them to {place}.validation_files={json.dumps(shown)}{more}, in "
-                f"place of validation_fraction, or to {place}.exclude"
+                f"{more}). Add them to {setting}.validation_files={json.dumps(shown)}{more}, in "
+                f"place of validation_fraction, or to {setting}.exclude"
             )
         unused = unused_tokens(whole.shards, sequence_length=sequence_length) / whole.tokens
         if unused > MUCH_UNUSED:
-            options = {"dtype": own.dtype, "pad-id": own.pad_id, "separator-id": own.separator_id}
+            options = {
+                "dtype": section.dtype,
+                "pad-id": section.pad_id,
+                "separator-id": section.separator_id,
+            }
             given = [f" --{key} {value}" for key, value in options.items() if value is not None]
-            given += [" --vocabulary N"] * any(one.dtype == "uint32" for one in whole.shards)
+            given += [" --vocabulary N"] * any(shard.dtype == "uint32" for shard in whole.shards)
             warnings.append(
-                f"{unused:.1%} of the tokens of {own.address} are in no sequence, since its files "
-                "end before one is full. Pack them into longer ones: "
-                f"{as_typed('prepare_data convert')} {own.address} --out data/packed "
+                f"{unused:.1%} of the tokens of {section.address} are in no sequence, since its "
+                "files end before one is full. Pack them into longer ones: "
+                f"{as_typed('prepare_data convert')} {section.address} --out data/packed "
                 f"--shard-tokens 1e8{''.join(given)}"
             )
     held_out = {number for source in sources for number in source.validation.shards.tolist()}
     contents = {shards[number].content: shards[number].name for number in held_out}
     contents.pop(None, None)
-    trained = [shards[number] for number in {one.shard for own in sources for one in own.train}]
-    same = [(one.name, contents.get(one.content, one.name)) for one in trained]
+    trained = [
+        shards[number] for number in {span.shard for source in sources for span in source.train}
+    ]
+    same = [(shard.name, contents.get(shard.content, shard.name)) for shard in trained]
     if same := sorted((name, other) for name, other in same if name != other):
         warnings.append(
             f"{len(same)} training files have the bytes of a validation file ({same[0][0]} those "
@@ -347,7 +353,7 @@ def describe_mixture(order: Order | Mixture) -> str:
 def begun_stages(mixture: str, sequences: int) -> str:
     """Return the part of `describe_mixture` that decided the first `sequences` of the stream."""
     first, *later = mixture.split(FROM)
-    return FROM.join([first, *(one for one in later if int(one.partition(":")[0]) < sequences)])
+    return FROM.join([first, *(text for text in later if int(text.partition(":")[0]) < sequences)])
 
 
 def files_done(order: Order, consumed: int) -> int:

@@ -155,12 +155,12 @@ def _split(
             text = "".join(gathered)
             # GPT-2's pattern never matches across a single space between characters that are not
             # white space, so both sides can be encoded separately.
-            place = text.rfind(" ", 1, -1)
-            while place > 0 and (text[place - 1].isspace() or text[place + 1].isspace()):
-                place = text.rfind(" ", 1, place)
-            if place > 0:
-                yield Piece(text[:place], begins)
-                text, begins = text[place:], False
+            space = text.rfind(" ", 1, -1)
+            while space > 0 and (text[space - 1].isspace() or text[space + 1].isspace()):
+                space = text.rfind(" ", 1, space)
+            if space > 0:
+                yield Piece(text[:space], begins)
+                text, begins = text[space:], False
             gathered, size = [text], len(text)
         if size > MAX_DOCUMENT_CHARACTERS:
             raise ShardError(
@@ -216,20 +216,20 @@ def _unpacked(path: text_inputs.TextPath, *, start: int = 0) -> Iterator[tuple[A
 
 def _decoded(path: text_inputs.TextPath, reading: TextReading) -> Iterator[str]:
     """Yield a UTF-8 file's text in blocks, without a byte order mark."""
-    place = 0
+    offset = 0
     decoder = codecs.getincrementaldecoder("utf-8-sig")(reading.codec_errors)
     with _unpacked(path) as (file, most):
         try:
             while block := file.read(BLOCK_BYTES):
-                place += len(block)
-                if most is not None and place > most:
+                offset += len(block)
+                if most is not None and offset > most:
                     raise text_inputs.unpacks_too_far(path)
                 yield decoder.decode(block)
             yield decoder.decode(b"", final=True)
         except UnicodeDecodeError as error:
-            place += error.start - len(error.object)
+            offset += error.start - len(error.object)
             raise ShardError(
-                f"{path}: the text is not UTF-8 at byte {place:,}. {_REPLACE}"
+                f"{path}: the text is not UTF-8 at byte {offset:,}. {_REPLACE}"
             ) from None
 
 
@@ -268,28 +268,28 @@ def _json_texts(path: text_inputs.TextPath, reading: TextReading) -> Iterator[st
 
 def _line_texts(span: text_inputs.Span, reading: TextReading) -> Iterator[str | None]:
     """Yield the texts of the lines that start in a span of a file of JSON lines."""
-    path, place, spent = span.path, span.start, 0
-    with _unpacked(path, start=place) as (file, most):
+    path, offset, spent = span.path, span.start, 0
+    with _unpacked(path, start=offset) as (file, most):
         longest = MAX_LINE_BYTES if most is None else min(MAX_LINE_BYTES, most)
-        if place:
-            file.seek(place - 1)
-            place += len(file.readline(MAX_LINE_BYTES)) - 1
-        while span.end is None or place < span.end:
+        if offset:
+            file.seek(offset - 1)
+            offset += len(file.readline(MAX_LINE_BYTES)) - 1
+        while span.end is None or offset < span.end:
             line = file.readline(longest)
             spent += max(len(line), MIN_LINE_BYTES)
             if most is not None and spent >= most:
                 raise text_inputs.unpacks_too_far(path)
             if len(line) == MAX_LINE_BYTES:
                 raise ShardError(
-                    f"{path}: the line at byte {place:,} has over {MAX_LINE_BYTES:,} bytes. A "
+                    f"{path}: the line at byte {offset:,} has over {MAX_LINE_BYTES:,} bytes. A "
                     ".jsonl file holds one object per line: split the line, or leave the file out."
                 )
             if not line:
                 return
             if not line.isspace():
-                text = line if place else line.removeprefix(codecs.BOM_UTF8)
-                yield _text_of(text, reading, where=f"{path}, the line at byte {place:,}")
-            place += len(line)
+                text = line if offset else line.removeprefix(codecs.BOM_UTF8)
+                yield _text_of(text, reading, where=f"{path}, the line at byte {offset:,}")
+            offset += len(line)
 
 
 def _text_of(line: bytes | str, reading: TextReading, *, where: str) -> str | None:
@@ -305,28 +305,28 @@ def _text_of(line: bytes | str, reading: TextReading, *, where: str) -> str | No
             "again, or leave it out."
         ) from None
     names = content if isinstance(content, dict) else {}
-    found = names.get(reading.field)
-    if found is None and reading.field in names:
+    value = names.get(reading.field)
+    if value is None and reading.field in names:
         return None
-    if not isinstance(found, str):
+    if not isinstance(value, str):
         there = f"it has {', '.join(names) or 'no names':.200}"
-        if found is not None:
-            there = f"but {json.dumps(found):.40}, which is none"
+        if value is not None:
+            there = f"but {json.dumps(value):.40}, which is none"
         raise ShardError(
             f"{where}: it has no text under {reading.field!r}; {there}. Give the text's key with "
             "--field."
         )
-    if found.isascii():
-        return found
+    if value.isascii():
+        return value
     try:
-        found.encode()
+        value.encode()
     except UnicodeEncodeError as error:
         if reading.bad_text == "refuse":
             raise ShardError(
                 f"{where}: its text has a lone surrogate at character {error.start:,}. {_REPLACE}"
             ) from None
-        return found.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return found
+        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return value
 
 
 def train_byte_pairs(
