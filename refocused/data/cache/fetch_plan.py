@@ -158,27 +158,22 @@ class ShardPlanner:
         planned_for = (oldest, last_block, self._ahead)
         if planned_for != self._planned_for:
             self._planned_for = planned_for
-            planned = self._wanted(oldest, last_block)
-            if planned != self._planned:
-                self._cache.plan(planned)
-                self._planned = planned
-
-    def _wanted(self, oldest: int, newest: int) -> list[int]:
-        """Return the shards of some blocks, even beyond the room, and those ahead that fit."""
-        planned = dict.fromkeys(self._stream.shards_between(oldest, newest))
-        count = min(len(planned) + self._ahead, self._stream.shard_count)
-        limit = self._data.fetch_ahead_gb
-        left = math.inf if limit is None else int(limit * 1e9)
-        if self._room_bytes is not None:
-            in_use = sum(map(self._cache.local_bytes, planned))
-            left = min(left, self._room_bytes - in_use)
-        later = self._stream.shards_after(newest)
-        while len(planned) < count:
-            shard = next((shard for shard in later if shard not in planned), None)
-            if shard is None:  # no later stage uses the others
-                break
-            left -= self._cache.local_bytes(shard)
-            if left < 0:
-                break
-            planned[shard] = None
-        return list(planned)
+            # The blocks in use, even beyond the room, and shards ahead that fit.
+            planned = dict.fromkeys(self._stream.shards_between(oldest, last_block))
+            count = min(len(planned) + self._ahead, self._stream.shard_count)
+            limit = self._data.fetch_ahead_gb
+            left = math.inf if limit is None else int(limit * 1e9)
+            if self._room_bytes is not None:
+                left = min(left, self._room_bytes - sum(map(self._cache.local_bytes, planned)))
+            later = self._stream.shards_after(last_block)
+            while len(planned) < count:
+                shard = next((shard for shard in later if shard not in planned), None)
+                if shard is None:  # no later stage uses the others
+                    break
+                left -= self._cache.local_bytes(shard)
+                if left < 0:
+                    break
+                planned[shard] = None
+            if list(planned) != self._planned:
+                self._cache.plan(list(planned))
+                self._planned = list(planned)

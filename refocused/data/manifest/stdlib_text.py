@@ -55,8 +55,12 @@ def prepare_stdlib(bucket: Bucket) -> Manifest:
             "set data.source to token files."
         )
     shards = []
+    digests = {name: hashlib.sha256(name.encode()).digest()[:4] for name in names}
+    held_out = {
+        name for name in names if not int.from_bytes(digests[name], "big") % VALIDATION_SHARE
+    }
     for kind in ("train", "val"):
-        tokens = _tokens(root, [name for name in names if _is_validation(name) == (kind == "val")])
+        tokens = _tokens(root, [name for name in names if (name in held_out) == (kind == "val")])
         for number, start in enumerate(range(0, len(tokens), SHARD_TOKENS)):
             ids, name = tokens[start:][:SHARD_TOKENS], f"stdlib_{kind}_{number:06d}.npy"
             np.save(file := io.BytesIO(), ids.astype("<u2"))
@@ -71,11 +75,6 @@ def prepare_stdlib(bucket: Bucket) -> Manifest:
     manifest = Manifest(tuple(shards), BYTES)
     write_manifest(bucket, manifest)
     return manifest
-
-
-def _is_validation(name: str) -> bool:
-    digest = hashlib.sha256(name.encode()).digest()
-    return int.from_bytes(digest[:4], "big") % VALIDATION_SHARE == 0
 
 
 def _tokens(root: Path, names: list[str]) -> npt.NDArray[np.uint16]:
