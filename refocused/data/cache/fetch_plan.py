@@ -8,10 +8,10 @@ import threading
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
-from refocused.config.data import DataConfig
 from refocused.data.order.mixture_order import Stream
 
 if TYPE_CHECKING:
+    from refocused.config.data import DataConfig
     from refocused.data.cache.cache import ShardCache
 
 

@@ -15,7 +15,6 @@ import torch
 from numpy.typing import NDArray
 
 from refocused.config.batch_plan import BatchPlan
-from refocused.config.data import DataConfig
 from refocused.data.cache.fetch_plan import ShardPlanner
 from refocused.data.loader.batch import Batch, BatchReader, MicroBatches
 from refocused.data.order.mixture_order import Mixture, Stream
@@ -23,6 +22,7 @@ from refocused.data.order.sequence_order import Order
 from refocused.data.order.sequences import Located, Position
 
 if TYPE_CHECKING:
+    from refocused.config.data import DataConfig
     from refocused.data.cache.cache import ShardCache
 
 STEPS_READY = 2  # one is copied to the device, one waits; reading is far faster than a step
