@@ -28,7 +28,7 @@ import kernel_forms
 import torch
 from certify_report import RESULT
 from kernel_forms import timed_ms
-from measuring import ROOT, Record, machine
+from measuring import ROOT, Record, lines_of, machine
 from step_contenders import Clock, Setup, Step, bare_deepspeed, bare_torch, ours, trainer
 from torch._C._autograd import DeviceType
 
@@ -174,7 +174,7 @@ def machine_facts(here: Here) -> None:
             here.tell(f"copy {name} the GPU", gb_per_second=size / ms / 1e6)
 
 
-def lines_of(command: Sequence[str], here: Here, *, folder: Path, what: str) -> list[str]:
+def run_command(command: Sequence[str], here: Here, *, folder: Path, what: str) -> list[str]:
     """Run a command as one types it, and tell how it ended; return its output, also in the log."""
     began, names = time.monotonic(), re.compile("RANK|WORLD_SIZE|MASTER_")
     alone = {name: value for name, value in os.environ.items() if not names.search(name)}
@@ -206,7 +206,7 @@ def demonstration(here: Here, *more: str) -> Iterator[tuple[Path, Callable[..., 
         if command == "train" and torch.cuda.device_count() > 1:
             command = "launch"  # on all of them
         what = " ".join((command, *(one for one in arguments if one not in settings)))
-        lines_of(["refocused", command, *arguments], here, folder=Path(folder), what=what)
+        run_command(["refocused", command, *arguments], here, folder=Path(folder), what=what)
 
     with tempfile.TemporaryDirectory() as folder:
         yield Path(folder) / "runs" / "first", run
@@ -217,8 +217,10 @@ def train(here: Here) -> None:
     with demonstration(here) as (folder, run):
         run("train", "run.steps=10")
         run("train", "run.steps=20")
-        steps_taken = [row for row in _rows(folder / METRICS_FILE) if row["kind"] == "step"]
-        saves = [row for row in _rows(folder / PERFORMANCE_FILE) if row.get("save_write_seconds")]
+        steps_taken = [row for row in lines_of(folder / METRICS_FILE) if row["kind"] == "step"]
+        saves = [
+            row for row in lines_of(folder / PERFORMANCE_FILE) if row.get("save_write_seconds")
+        ]
         here.tell("last step and save", step=steps_taken[-1], save=saves[-1:])
         of_run = (f"--run={folder}", "--local")
         run("checkpoints", "verify", "all", "--deep", *of_run)
@@ -235,7 +237,7 @@ def exact(here: Here) -> None:
         with demonstration(here, "run.deterministic=true", *sizes) as (folder, run):
             for steps in sessions:
                 run("train", f"run.steps={steps}")
-            rows = _rows(folder / METRICS_FILE)
+            rows = lines_of(folder / METRICS_FILE)
             losses.append({row["step"]: row["loss"] for row in rows if row["kind"] == "step"})
             (manifest,) = folder.glob("checkpoints/checkpoint_step_*20/manifest.json")
             listed = json.loads(manifest.read_text())["files"]
@@ -245,16 +247,12 @@ def exact(here: Here) -> None:
     here.tell("equal to the last bit after a resume", **same | failed)
 
 
-def _rows(file: Path) -> list[Record]:
-    return [json.loads(line) for line in file.read_text().splitlines()]
-
-
 def tests(here: Here) -> None:
     """Run the tests marked gpu: the files that have some, so that other packages may be missing."""
     files = sorted(ROOT.glob("tests/**/test_*.py"))
     marked = [str(file) for file in files if "mark.gpu" in file.read_text()]
     command = ["pytest", "-m", "gpu", "-rfEs", "--tb=short", *marked]
-    lines = lines_of(command, here, folder=ROOT, what="tests marked gpu")
+    lines = run_command(command, here, folder=ROOT, what="tests marked gpu")
     listed = [line for line in lines if line.startswith(("FAILED", "ERROR", "SKIPPED"))]
     here.tell("tests that failed or were skipped", listed=listed)
 

@@ -15,9 +15,9 @@ GPT-2 and 0.85 of the others, copy 1.00 as printed, 0.995), or until its steps a
 are `--steps`, the others have twice as many. Chance is 1/32. Each case is one line of `--results`,
 written when it ends; the next call goes on with the cases that are missing, and prints all.
 
-Models have two blocks 64 wide and, at T 512, 116 to 138 thousand parameters. *plain* is the family
-alone, *recall* adds a convolution of 4 taps and a memory of 4 heads, *hybrid* has the same in its
-first block and attention in its second. Training is a plain loop with torch's AdamW in float32 on
+Models have two blocks 64 wide and, at T 512, 116 to 138 thousand parameters. *recall* adds a
+convolution of 4 taps and a memory of 4 heads to a family, *hybrid* has the same in its first block
+and attention in its second. Training is a plain loop with torch's AdamW in float32 on
 one thread; the rate falls linearly to a tenth over the steps allowed.
 """
 
@@ -51,12 +51,8 @@ TEN = COMMON | {"model_type": "ten", "num_eigenstates": 32, "chunk_size": 32}
 RESONANCE = COMMON | {"model_type": "resonance", "num_resonators": 64}
 SHAPES: dict[str, dict[str, Any]] = {
     "gpt2": {"model_type": "gpt2", "n_embd": WIDTH, "n_layer": 2, "n_head": 4, "n_inner": 224},
-    "gpt_neox": COMMON
-    | {"model_type": "gpt_neox", "num_attention_heads": 4, "intermediate_size": 256},
-    "ten_plain": TEN | {"intermediate_size": 256},
     "ten_recall": TEN | {"intermediate_size": 80},
     "ten_hybrid": TEN | {"intermediate_size": 144},
-    "resonance_plain": RESONANCE | {"intermediate_size": 192},
     "resonance_recall": RESONANCE | {"intermediate_size": 32},
     "resonance_hybrid": RESONANCE | {"intermediate_size": 144},
 }
