@@ -1,5 +1,6 @@
 """Choose precision, ZeRO stage, offload and micro-batch; plan host memory; suggest what fits."""
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -319,11 +320,25 @@ def settings_that_fit(
     """
 
     def typed(changes: list[Mapping[str, Any]]) -> str | None:
-        try:
-            run, new_ranks, words = _changed(loaded, changes, micro_batch_size, ranks)
-            return " ".join(words) if fits(run, new_ranks) else None
-        except (ConfigError, ValueError):  # these settings do not go together
-            return None
+        """Return the overrides of all changes if a run fits with them."""
+        settings = {key: value for change in changes for key, value in change.items()}
+        new_ranks = settings.get(RANKS, ranks)
+        accumulation = loaded.config.batch.gradient_accumulation_steps
+        if accumulation is not None:  # a step keeps its sequences
+            new_size = settings.get("batch.micro_batch_size", micro_batch_size)
+            kept = micro_batch_size * accumulation * ranks // (new_size * new_ranks)
+            if kept != accumulation:
+                settings["batch.gradient_accumulation_steps"] = kept
+        values = loaded.config.model_dump(by_alias=True)
+        for section, _, name in (key.partition(".") for key in settings if key != RANKS):
+            values[section][name] = settings[f"{section}.{name}"]
+        with contextlib.suppress(ConfigError, ValueError):  # these settings do not go together
+            config = RunConfig.model_validate(values)
+            run = dataclasses.replace(loaded, config=config)
+            is_odd = any(check_run(config)) or idle_offloads(loaded.fragment, zero=config.zero)
+            if not is_odd and fits(run, new_ranks):
+                return " ".join(f"{key}={str(value).lower()}" for key, value in settings.items())
+        return None
 
     taken: list[Mapping[str, Any]] = []
     overrides: str | None = None
@@ -356,27 +371,3 @@ def _changes(config: RunConfig, size: int, *, fewer_ranks: bool) -> Iterator[Map
         yield {"zero.offload_optimizer": "cpu", "zero.offload_parameters": "cpu"}
     if fewer_ranks:
         yield {RANKS: 1}
-
-
-def _changed(
-    loaded: LoadedRun, changes: list[Mapping[str, Any]], size: int, ranks: int
-) -> tuple[LoadedRun, int, list[str]]:
-    """Return a run with changes, its ranks, and the overrides for both."""
-    typed = {key: value for change in changes for key, value in change.items()}
-    new_ranks = typed.get(RANKS, ranks)
-    accumulation = loaded.config.batch.gradient_accumulation_steps
-    if accumulation is not None:  # a step keeps its sequences
-        new_size = typed.get("batch.micro_batch_size", size)
-        kept = size * accumulation * ranks // (new_size * new_ranks)
-        if kept != accumulation:
-            typed["batch.gradient_accumulation_steps"] = kept
-    values = loaded.config.model_dump(by_alias=True)
-    for key, value in typed.items():
-        if key != RANKS:
-            section, name = key.split(".")
-            values[section][name] = value
-    config = RunConfig.model_validate(values)
-    if any(check_run(config)) or any(idle_offloads(loaded.fragment, zero=config.zero)):
-        raise ConfigError("These settings do not fit together.")
-    words = [f"{key}={str(value).lower()}" for key, value in typed.items()]
-    return dataclasses.replace(loaded, config=config), new_ranks, words

@@ -12,7 +12,7 @@ import re
 import signal
 import socket
 import zlib
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 
 from refocused.system.errors import ConfigError, ExitCode, counted
@@ -231,47 +231,37 @@ def refuse_separate_runs(environment: Mapping[str, str], *, ranks: int | None) -
             "Start that many (srun, torchrun, deepspeed with a hostfile), or change run.ranks."
         )
     # The launcher on each host (torchrun, DeepSpeed) may be the task that srun or mpirun started.
-    started = environment.get("GROUP_WORLD_SIZE") or environment.get("CROSS_SIZE")
-    for name, promised, remedy in _promises(environment, has_launcher=started is not None):
-        if promised > int(started or size) and ranks is None:
+    launched = environment.get("GROUP_WORLD_SIZE") or environment.get("CROSS_SIZE")
+    # What to do if there are fewer tasks than a variable promises.
+    remedy = "Export MASTER_ADDR, the first host's address, to all ranks (mpirun -x)."
+    remedies = {"OMPI_COMM_WORLD_SIZE": remedy, "PMI_SIZE": remedy}
+    if _is_task(environment):
+        remedy = "Let srun start launch/train.py, or one torchrun with --nnodes on each host."
+        name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environment else "SLURM_NTASKS"
+        remedies[name] = remedy
+    elif "SLURM_PROCID" in environment and not launched and "SLURM_STEP_ID" not in environment:
+        # A batch script, not a shell.
+        remedy = "Start the command with srun, or with launch/train.sh on one host."
+        remedies["SLURM_NTASKS"] = remedy
+    index = "JOB_COMPLETION_INDEX"  # from 0
+    remedies[index] = "Start it with torchrun --nnodes N --node_rank $JOB_COMPLETION_INDEX."
+    for name, remedy in remedies.items():
+        promised = int(environment.get(name, "0")) + (name == index)
+        if promised > int(launched or size) and ranks is None:
             raise ConfigError(
                 f"{name} is {environment[name]}, but this process is part of a run of "
                 f"{counted(size, 'rank')}: each task would train a run of its own. "
                 f"{remedy} If separate runs are intended, set run.ranks={size}."
             )
-    address = environment.get("MASTER_ADDR", "")
-    has_hosts = size > ranks_here(environment)
-    if has_hosts and environment.get("GLOO_SOCKET_IFNAME") != "lo" and _is_loopback(address):
+    if size <= ranks_here(environment) or environment.get("GLOO_SOCKET_IFNAME") == "lo":
+        return
+    address, is_loopback = environment.get("MASTER_ADDR", ""), False
+    with contextlib.suppress(OSError, ValueError):  # an unknown name is not this host's own
+        hosts = [str(row[4][0]).partition("%")[0] for row in socket.getaddrinfo(address, None)]
+        is_loopback = any(ipaddress.ip_address(host).is_loopback for host in hosts)
+    if is_loopback:
         raise ConfigError(
             f"MASTER_ADDR={address} is a loopback address on {socket.gethostname()}, but the ranks "
             "are on several hosts, which cannot reach it. Set it to the first host's address in "
             "their network (see hostname -I). On one host, for trials, set GLOO_SOCKET_IFNAME=lo."
         )
-
-
-def _promises(
-    environment: Mapping[str, str], *, has_launcher: bool
-) -> Iterator[tuple[str, int, str]]:
-    """Yield variables, how many tasks they promise, and what to do if there are fewer."""
-    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
-        remedy = "Export MASTER_ADDR, the first host's address, to all ranks (mpirun -x)."
-        yield name, int(environment.get(name, "1")), remedy
-    if _is_task(environment):
-        remedy = "Let srun start launch/train.py, or one torchrun with --nnodes on each host."
-        name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environment else "SLURM_NTASKS"
-        yield name, int(environment.get(name, "1")), remedy
-    elif "SLURM_PROCID" in environment and not has_launcher | ("SLURM_STEP_ID" in environment):
-        # A batch script, not a shell.
-        remedy = "Start the command with srun, or with launch/train.sh on one host."
-        yield "SLURM_NTASKS", int(environment.get("SLURM_NTASKS", "1")), remedy
-    remedy = "Start it with torchrun --nnodes N --node_rank $JOB_COMPLETION_INDEX."
-    yield "JOB_COMPLETION_INDEX", int(environment.get("JOB_COMPLETION_INDEX", "0")) + 1, remedy
-
-
-def _is_loopback(host: str) -> bool:
-    """Return whether a name or an address is this host's own; unknown names are not."""
-    try:
-        addresses = [str(row[4][0]).partition("%")[0] for row in socket.getaddrinfo(host, None)]
-        return any(ipaddress.ip_address(address).is_loopback for address in addresses)
-    except (OSError, ValueError):
-        return False

@@ -1,5 +1,6 @@
 """The lease on a run: one holder, whatever dies, sleeps or is lost on the way."""
 
+import contextlib
 import email.utils
 import multiprocessing
 import os
@@ -208,6 +209,24 @@ def test_a_damaged_lease_is_no_lease(tmp_path: Path) -> None:
         file.write_bytes(damaged)
         with pytest.raises(BucketError, match=r"lease.json is no readable lease. If no machine"):
             mine.renew()
+
+
+@pytest.mark.parametrize("times", [2, 3])
+def test_a_lease_that_is_damaged_on_its_way_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    bucket = DirectoryBucket(tmp_path)
+    mine, read, left = lease_in(bucket, "mine"), bucket.read, [times]
+    mine.renew()
+
+    def damaged(name: str, **part: Any) -> bytes:
+        left[0] -= 1
+        content = read(name, **part)
+        return b"!" + content[1:] if left[0] >= 0 else content
+
+    monkeypatch.setattr(bucket, "read", damaged)
+    with pytest.raises(BucketError) if times == 3 else contextlib.nullcontext():
+        assert mine.renew() is None
 
 
 def test_a_run_that_began_without_the_lease_ends_where_another_is_ahead(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ RENEW_SECONDS = 30.0
 WAIT_SECONDS = 60.0  # for a holder that renews its lease
 POLL_SECONDS = 2.0
 _MAX_BYTES = 64 * 1024
+_READS = 3  # with a wrong checksum, before a lease counts as damaged
 _ATTEMPTS = 2  # that fail in a row, before a run starts without the lease
 
 
@@ -65,14 +66,13 @@ def read_lease(bucket: Bucket, name: str) -> tuple[Holder | None, str | None]:
     blob = bucket.info(name)
     if blob is None:
         return None, None
-    content, _, checksum = bucket.read(name, start=0, length=_MAX_BYTES).partition(b"\n")
-    try:
-        if checksum != _checksum(content):
-            raise ValueError("its checksum is wrong")
-        return Holder.model_validate_json(content), blob.generation
-    except ValueError:
-        text = f"{bucket.url.rstrip('/')}/{name} is no readable lease. If no machine trains this "
-        raise BucketError(f"{text}run, delete it.") from None
+    for _ in range(_READS):  # it may be damaged on the way: ranges come without a checksum
+        content, _, checksum = bucket.read(name, start=0, length=_MAX_BYTES).partition(b"\n")
+        with contextlib.suppress(ValueError):
+            if checksum == _checksum(content):
+                return Holder.model_validate_json(content), blob.generation
+    text = f"{bucket.url.rstrip('/')}/{name} is no readable lease. If no machine trains this "
+    raise BucketError(f"{text}run, delete it.")
 
 
 def _encoded(holder: Holder) -> bytes:
