@@ -1,16 +1,151 @@
-"""Run files and overrides: the settings they result in."""
+"""Run files and overrides: the settings they result in, and what is said of each mistake.
 
+`run_files.txt` has cases with all that follows from them: the changes of the command line with the
+values that they result in, or the problems, each with its place and a remedy. A case begins with
+`> run` or `> mixture`, a file of this module, then edits of it (`file`: the whole) and settings of
+the command line. `.venv/bin/python tests/config/test_load_run.py` writes the file anew: read what
+has changed.
+"""
+
+import functools
+import json
+import re
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from run_texts import MIXTURE, SMALL_RUN, problems, written
 
 from refocused.config import shipped_files
 from refocused.config.load_run import Change, find_config, load_run, read_run, render_run
 from refocused.config.setting_help import SECTION_SYNONYMS, SECTIONS, SYNONYMS, settings_in
-from refocused.system.errors import ConfigError
+from refocused.system.errors import ConfigError, ExitCode
+
+GOLDEN = Path(__file__).with_name("run_files.txt")
+ODD = {"model_type": "gpt2", "vocab_size": 9, "n_embd": 100, "n_inner": 200, "n_layer": 1}
+ODD |= {"n_head": 1, "n_positions": 64}
+SMALL_RUN = """\
+run:
+  steps: 100
+model:
+  preset: gpt2_tiny
+  sequence_length: 64
+batch:
+  micro_batch_size: 2
+  global_batch_size: 8
+data:
+  source: tokens
+optimizer:
+  lr: 3e-4
+precision: {}
+zero:
+  # stage: 2
+"""
+MIXTURE = """\
+run: {steps: 100}
+model: {preset: gpt2_tiny, sequence_length: 64}
+batch: {micro_batch_size: 2, global_batch_size: 8}
+data:
+  exclude: [draft*]
+  validation_fraction: 0.25
+  mixture:
+    web:
+      source: gs://tokens/web
+      weight: 0.7
+    code: {source: 12, weight: 3e-1, exclude: [], validation_files: [val*], pad_id: 0}
+optimizer: {lr: 3e-4}
+"""
+
+
+def written(folder: Path, text: str = SMALL_RUN, name: str = "mine.yaml") -> Path:
+    file = folder / name
+    file.write_text(text)
+    return file
+
+
+def problems(file: Path, *overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as failure:
+        load_run(file, overrides)
+    assert failure.value.exit_code is ExitCode.WRONG_USE
+    return str(failure.value).splitlines()
+
+
+def value_of(config: Any, key: str) -> Any:
+    """Return a setting's value by its dotted name, also of a mixture."""
+    names = key.replace("async", "in_background").split(".")
+    return functools.reduce(
+        lambda part, name: part[name] if isinstance(part, dict) else getattr(part, name),
+        names,
+        config,
+    )
+
+
+def answered(case: str, folder: Path) -> str:
+    """Return a case with a line for each change or problem, without the folder of the files."""
+    name, *parts = case.removeprefix("> ").split(" | ")
+    text, overrides = {"run": SMALL_RUN, "mixture": MIXTURE}[name], list[str]()
+    for part in parts:
+        before, arrow, after = part.partition(" => ")
+        if before == "file":
+            text = json.loads(after)
+        elif arrow:
+            assert json.loads(before) in text
+            text = text.replace(json.loads(before), json.loads(after), 1)
+        else:
+            overrides.append(part)
+    try:
+        loaded = load_run(written(folder, text), overrides)
+    except ConfigError as error:
+        lines = str(error).splitlines()
+    else:
+        lines = [
+            f"  {change.key}: {change.before} -> {change.after}: "
+            f"{value_of(loaded.config, change.key)!r}"
+            for change in loaded.changes
+        ]
+    return "\n".join([case, *(line.replace(f"{folder}/", "") for line in lines)])
+
+
+def transcript(folder: Path) -> str:
+    for name, content in (("odd", ODD), ("own", {"zero_optimization": {"stage": 2}})):
+        kind = folder / {"odd": "models", "own": "deepspeed"}[name]
+        kind.mkdir()
+        (kind / f"{name}.json").write_text(json.dumps(content))
+    (folder / "runs").mkdir()
+    found = [
+        answered(case, folder / "runs")
+        for case in GOLDEN.read_text().splitlines()
+        if case.startswith("> ")
+    ]
+    text = "\n\n".join(found).replace(f"{folder}/", "")
+    return re.sub(r"There are (\w+, )+", "There are ..., ", text) + "\n"
+
+
+def test_each_case_results_in_what_was_agreed(tmp_path: Path) -> None:
+    assert transcript(tmp_path) == GOLDEN.read_text()
+
+
+def test_a_file_that_is_not_text_and_a_name_that_is_not_allowed_are_reported(
+    tmp_path: Path,
+) -> None:
+    file = written(tmp_path, name="no name.yaml")
+    assert problems(file)[0].startswith(f"{file}: run.name = 'no name' (from the file's name): a ")
+    file.write_bytes(b"run: \xff\xfe")
+    assert problems(file) == [f"{file}: not UTF-8 text (byte 5). Is it a run file?"]
+
+
+@pytest.mark.slow
+def test_what_an_error_quotes_has_a_bounded_length(tmp_path: Path) -> None:
+    file = written(tmp_path)
+    [problem] = problems(file, f"optimizer.lr={'x' * 100_000}")
+    assert len(problem) < 2100
+    assert problem.startswith("command line: optimizer.lr = 'xxx")
+    assert problem.endswith("xxx': expected a number such as 1000 or 2.5e-4, without quotes")
+    lines = problems(file, *(f"optimizer.key_{number}=1" for number in range(5000)))
+    assert len(lines) == 201
+    assert lines[-1] == "... and 4,800 more lines"
 
 
 def test_the_file_gives_values_and_its_own_name(tmp_path: Path) -> None:
@@ -61,67 +196,6 @@ def test_of_addresses_that_may_be_secret_only_the_host_is_shown(tmp_path: Path) 
     assert list(shown.values()) == list(shown)
 
 
-@pytest.mark.parametrize(
-    ("steps", "warmup"), [("41", 40), ("40", 4), ("4e1", 4), ("0x28", 4), ("5", 0)]
-)
-def test_a_shorter_run_shortens_the_files_warmup(tmp_path: Path, steps: str, warmup: int) -> None:
-    file = written(tmp_path, SMALL_RUN + "schedule:\n  warmup_steps: 40\n")
-    loaded = load_run(file, [f"run.steps={steps}"])
-    assert loaded.config.schedule.warmup_steps == warmup
-    shown = Change("schedule.warmup_steps", "40", f"{warmup} (1/10 of run.steps={steps})")
-    assert (shown in loaded.changes) == (warmup != 40)
-    if warmup != 40:  # what is typed, or contradicts itself in the file, is meant
-        [problem] = problems(file, f"run.steps={steps}", "schedule.warmup_steps=40")
-        assert f"the warmup must end before run.steps = {loaded.config.run.steps}" in problem
-        contradiction = file.read_text().replace("steps: 100", f"steps: {steps}", 1)
-        [problem] = problems(written(tmp_path, contradiction), "optimizer.lr=1")
-        assert "schedule.warmup_steps = 40: the warmup must end" in problem
-
-
-@pytest.mark.parametrize(
-    ("override", "value"),
-    [
-        ("run.steps=1e6", 10**6),
-        ("run.steps=0x10", 16),
-        ("run.steps=0o17", 15),
-        ("run.steps=0500", 500),
-        ("run.steps=+1000.0", 1000),
-        ("optimizer.lr=.5e3", 500.0),
-        ("precision.tf32=False", False),
-        ("zero.stage=1e0", 1),
-        ("model.compile=on", "on"),
-        ("evaluation.sample_prompt='# Title'", "# Title"),
-        ('evaluation.sample_prompt="Q: [why] don\'t\\n"', "Q: [why] don't\n"),
-        ("evaluation.sample_prompt=a#b=c:d", "a#b=c:d"),
-        ("evaluation.sample_prompt=yes", "yes"),
-        ("evaluation.sample_prompt=~", None),
-        ("evaluation.sample_prompt=", None),
-        ("checkpoint.keep_remote=all", "all"),
-        ("tracking.wandb=my-team/demo_1.5", "my-team/demo_1.5"),
-        ("data.bpe_folder=null", None),
-        ("zero.offload-optimizer=cpu", "cpu"),
-        ("optimizer.betas=[0.9, 1e-1]", (0.9, 0.1)),
-        ("data.include=[a*, 12]", ("a*", "12")),
-        *((f"run.name={name}", name) for name in ("1121", "1e5", "2024-12-05", "yes", "1_000")),
-    ],
-)
-def test_settings_take_the_usual_ways_to_write_them(
-    tmp_path: Path, override: str, value: object
-) -> None:
-    config = load_run(written(tmp_path), ["data.tokenizer=bytes", override]).config
-    section, _, key = override.partition("=")[0].replace("-", "_").partition(".")
-    found = getattr(getattr(config, section), key)
-    assert (found, type(found)) == (value, type(value))
-
-
-def test_settings_at_their_limit_fit(tmp_path: Path) -> None:
-    overrides = ["schedule.warmup_steps=99", "data.document_id=511", "precision.fp8=rowwise"]
-    overrides += ["data.mask_documents=true", "data.tokenizer=gpt2", "data.bpe_folder=bpe"]
-    load_run(written(tmp_path), [*overrides, "evaluation.tasks=[hellaswag=a.jsonl]"])
-    [problem] = problems(written(tmp_path), "evaluation.tasks=[a.jsonl]", "data.tokenizer=gpt2")
-    assert "the files of gpt2. Set data.bpe_folder to their folder" in problem
-
-
 def test_each_source_has_its_settings_and_the_rest_of_the_section(tmp_path: Path) -> None:
     config = load_run(written(tmp_path, MIXTURE)).config
     data = config.data
@@ -133,20 +207,6 @@ def test_each_source_has_its_settings_and_the_rest_of_the_section(tmp_path: Path
     assert (code.validation_files, code.validation_fraction) == (("val*",), 0.0)
     assert not web.mixture
     assert load_run(written(tmp_path, render_run(config))).config == config
-
-
-def test_a_part_of_a_mixture_or_all_of_it_is_overridden(tmp_path: Path) -> None:
-    file = written(tmp_path, MIXTURE)
-    loaded = load_run(file, ["data.mixture.web.weight=5e-1"])
-    assert loaded.config.data.mixture["web"].weight == 0.5
-    assert loaded.config.data.mixture["web"].source == "gs://tokens/web"
-    assert loaded.changes == [Change("data.mixture.web.weight", "0.7", "5e-1")]
-    whole = "data.mixture={only: {source: x, weight: 1}}"
-    loaded = load_run(file, ["data.mixture.web.weight=2", whole])
-    assert list(loaded.config.data.mixture) == ["only"]
-    assert [change.key for change in loaded.changes] == ["data.mixture"]
-    data = load_run(file, ["data.mixture={}", "data.source=x"]).config.data
-    assert (data.source, data.mixture) == ("x", {})
 
 
 def test_every_synonym_leads_to_a_setting_and_hides_none() -> None:
@@ -248,3 +308,8 @@ def test_the_home_folder_is_meant_by_a_tilde_in_every_setting_that_may_be_a_path
     [problem] = problems(written(tmp_path, text), "run.directory=~no-such-user/x")
     assert "run.directory = '~no-such-user/x': '~no-such-user/x': there is no such user" in problem
     assert find_config("runs", "~/mine.yaml") == tmp_path / "mine.yaml"
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as place:
+        GOLDEN.write_text(transcript(Path(place)))
