@@ -1,6 +1,7 @@
 """Write the reference pages of the site from the code, so that they cannot drift.
 
-A hook of mkdocs (see mkdocs.yml); nothing is written into the checkout.
+A hook of mkdocs (see mkdocs.yml); nothing is written into the checkout. As a script it writes
+`config/annotated.yaml`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import refocused
 from refocused import api
 from refocused.commands.main import COMMANDS, VERBS
-from refocused.config.setting_help import list_settings
+from refocused.config.setting_help import REQUIRED, list_settings
 from refocused.monitor.sampler.alarms import alarm_rules
 from refocused.system.errors import ExitCode
 
@@ -307,3 +308,35 @@ def _names(place: ast.ClassDef | ast.FunctionDef) -> Iterator[tuple[str, int, bo
             for key in node.keys:
                 if isinstance(key, ast.Constant) and key.value != "kind":
                     yield str(key.value), key.end_lineno or 0, False
+
+
+# Of two settings of which one is required, those in the annotated run file.
+CHOSEN = ("batch.global_batch_size", "data.source")
+
+
+def annotated_run() -> str:
+    """Return a run file with every setting: its default or example, and its meaning in a comment.
+
+    Settings of a source of the mixture are comments, since the file has no mixture.
+    """
+    lines = [
+        "# Every setting of a run with its default, or an example where there is none.",
+        "# Printed by: refocused train --settings --yaml",
+    ]
+    settings = itertools.groupby(list_settings(), lambda setting: setting.name.split(".")[0])
+    for section, group in settings:
+        lines += ["", f"{section}:"]
+        for setting in group:
+            is_needed, (head, _, key) = setting.default == REQUIRED, setting.name.rpartition(".")
+            value = setting.example if is_needed or setting.name in CHOSEN else setting.default
+            begin = "  " if head == section else "  #   "  # those of a source only as comments
+            lines += textwrap.wrap(
+                setting.meaning, 96, initial_indent="  # ", subsequent_indent="  # "
+            )
+            other = REQUIRED if is_needed else f"e.g. {setting.example}"
+            lines.append(f"{begin}{key}: {value}  # {setting.kind}; {other}")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    (ROOT / "config" / "annotated.yaml").write_text(annotated_run())

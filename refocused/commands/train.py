@@ -228,10 +228,11 @@ def load(arguments: argparse.Namespace) -> LoadedRun:
 
 
 def _print_settings(part: str, *, as_yaml: bool) -> int:
-    from refocused.config.setting_help import REQUIRED, annotated_run, list_settings
+    from refocused.config import shipped_files
+    from refocused.config.setting_help import REQUIRED, list_settings
 
     if as_yaml:
-        print(annotated_run(), end="")
+        print((shipped_files() / "annotated.yaml").read_text(), end="")
         return ExitCode.OK
     settings, words = list_settings(), part.lower().split()
     shown = [setting for setting in settings if part in setting.name] or [

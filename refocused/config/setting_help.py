@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
-import textwrap
 import typing
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -159,8 +157,6 @@ def _homes(key: str) -> list[str]:
 
 
 REQUIRED = "required"
-# Of two settings of which one is required, those in the annotated run file.
-CHOSEN = ("batch.global_batch_size", "data.source")
 WORDS = {  # for the types of a JSON schema
     "integer": "whole number",
     "number": "number",
@@ -195,30 +191,6 @@ def list_settings() -> list[SettingInfo]:
         for name, section in sections.items()
         for setting in _of_section(name, section, schema["$defs"])
     ]
-
-
-def annotated_run() -> str:
-    """Return a run file with every setting: its default or example, and its meaning in a comment.
-
-    Settings of a source of the mixture are comments, since the file has no mixture.
-    """
-    lines = [
-        "# Every setting of a run with its default, or an example where there is none.",
-        "# Made by: refocused train --settings --yaml",
-    ]
-    settings = itertools.groupby(list_settings(), lambda setting: setting.name.split(".")[0])
-    for section, group in settings:
-        lines += ["", f"{section}:"]
-        for setting in group:
-            is_needed, (head, _, key) = setting.default == REQUIRED, setting.name.rpartition(".")
-            value = setting.example if is_needed or setting.name in CHOSEN else setting.default
-            begin = "  " if head == section else "  #   "  # those of a source only as comments
-            lines += textwrap.wrap(
-                setting.meaning, 96, initial_indent="  # ", subsequent_indent="  # "
-            )
-            other = REQUIRED if is_needed else f"e.g. {setting.example}"
-            lines.append(f"{begin}{key}: {value}  # {setting.kind}; {other}")
-    return "\n".join(lines) + "\n"
 
 
 def _of_section(

@@ -1,20 +1,17 @@
+import importlib
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
+from ranks import ROOT
 
 from refocused.config import shipped_files
 from refocused.config.batch_plan import plan_batch
 from refocused.config.load_run import load_run, render_run
 from refocused.config.optimization import BatchConfig
-from refocused.config.setting_help import (
-    CHOSEN,
-    REQUIRED,
-    SettingInfo,
-    annotated_run,
-    list_settings,
-)
+from refocused.config.setting_help import REQUIRED, SettingInfo, list_settings
 from refocused.config.yaml_source import parse_yaml
 from refocused.system.errors import ConfigError
 
@@ -89,11 +86,17 @@ ANNOTATED = shipped_files() / "annotated.yaml"
 
 
 def test_the_annotated_run_file_is_up_to_date_and_holds_every_default() -> None:
-    assert ANNOTATED.read_text() == annotated_run()  # refocused train --settings --yaml
+    sys.path.append(str(ROOT / "docs"))
+    generate_reference = importlib.import_module("generate_reference")
+    assert ANNOTATED.read_text() == generate_reference.annotated_run()
     written = load_run(ANNOTATED).config.model_dump(mode="json")
     for one in list_settings():
         section, key = one.name.split(".", 1)
-        if one.default != REQUIRED and one.name not in CHOSEN and ".NAME." not in key:
+        if (
+            one.default != REQUIRED
+            and one.name not in generate_reference.CHOSEN
+            and ".NAME." not in key
+        ):
             assert written[section][key] == json.loads(one.default), one.name
 
 
