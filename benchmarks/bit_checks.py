@@ -9,7 +9,7 @@ costs the digests, and one Nth of what the replay adds to them. On a CPU CPU tim
 """
 
 from measuring import Column, Record, medians, parser_of, table, write_report
-from step_contenders import WARM_STEPS, Clock, Setup, Step, alone, ours
+from step_contenders import WARM_STEPS, Clock, Setup, alone, ours
 
 from refocused.config.optimization import PrecisionConfig
 
@@ -45,18 +45,15 @@ def main() -> None:
             contenders = {
                 kind: ours(setup, stage, world, replay_every=n) for kind, n in KINDS.items()
             }
-            records = in_turns(contenders, Clock(world.device), steps=chosen.steps)
+            clock, records = Clock(world.device), list[Record]()
+            for _ in range(chosen.steps):
+                records.append({kind: clock.timed_ms(step) for kind, step in contenders.items()})
+            records = records[WARM_STEPS:]
             title = f"{setup.name}, {chosen.dtype}, ZeRO-{stage}, median of {len(records)}"
             rows = {kind: compared(records, kind) for kind in KINDS}
             print(table(rows, COLUMNS, title=title))
             results[title] = {"records": records, "rows": rows}
     write_report(chosen, results)
-
-
-def in_turns(contenders: dict[str, Step], clock: Clock, *, steps: int) -> list[Record]:
-    """Return the milliseconds of each contender's steps, after the first ones."""
-    made = [{kind: clock.timed_ms(step) for kind, step in contenders.items()} for _ in range(steps)]
-    return made[WARM_STEPS:]
 
 
 def compared(records: list[Record], kind: str) -> Record:

@@ -11,9 +11,7 @@ from refocused.system.errors import ConfigError
 class BatchPlan:
     """The batch of one optimizer step."""
 
-    micro_batch_size: (
-        int  # sequences of one micro-batch on one rank, or on the ranks that share them
-    )
+    micro_batch_size: int  # sequences of a micro-batch on a rank, or on the ranks that share them
     gradient_accumulation_steps: int  # micro-batches of one step
     world_size: int
     sequence_length: int  # tokens a sequence trains on
@@ -70,8 +68,7 @@ def plan_batch(
 
     Raises:
         ConfigError: The ranks cannot divide `batch.global_batch_size` or form groups of
-            `sequence_parallel`,
-            or `batch.micro_batch_size` is `auto`.
+            `sequence_parallel`, or `batch.micro_batch_size` is `auto`.
     """
     shares, rest = divmod(world_size, sequence_parallel)
     if rest:
@@ -79,36 +76,25 @@ def plan_batch(
             f"model.sequence_parallel={sequence_parallel}: {world_size} ranks are no multiple of "
             "it. Start another number of ranks, or change it."
         )
-    micro_batch_size, gradient_accumulation_steps = (
-        batch.micro_batch_size,
-        batch.gradient_accumulation_steps,
-    )
+    micro_batch_size, accumulation = batch.micro_batch_size, batch.gradient_accumulation_steps
     if micro_batch_size == "auto":
         raise ConfigError(
             "batch.micro_batch_size=auto is chosen on the GPUs that train. Give a number here."
         )
-    if gradient_accumulation_steps is None:
+    if accumulation is None:
         assert batch.global_batch_size is not None  # BatchConfig gives one of the two
-        gradient_accumulation_steps, rest = divmod(
-            batch.global_batch_size, micro_batch_size * shares
-        )
-        if rest or not gradient_accumulation_steps:
+        accumulation, rest = divmod(batch.global_batch_size, micro_batch_size * shares)
+        if rest or not accumulation:
             raise ConfigError(
                 f"batch.global_batch_size={batch.global_batch_size} is not a multiple of "
                 f"batch.micro_batch_size={micro_batch_size} x {shares} "
                 f"{'ranks' if sequence_parallel == 1 else 'groups of ranks'}. Set it to a multiple "
                 f"of {micro_batch_size * shares}, or change batch.micro_batch_size."
             )
-    if batch.warmup_steps and gradient_accumulation_steps == 1:
+    if batch.warmup_steps and accumulation == 1:
         raise ConfigError(
             f"batch.warmup_steps={batch.warmup_steps}: a step has only one micro-batch. "
             "Lower batch.micro_batch_size, or leave this out."
         )
-    return BatchPlan(
-        micro_batch_size,
-        gradient_accumulation_steps,
-        world_size,
-        sequence_length,
-        batch.warmup_steps or 0,
-        sequence_parallel,
-    )
+    sizes = (micro_batch_size, accumulation, world_size, sequence_length)
+    return BatchPlan(*sizes, batch.warmup_steps or 0, sequence_parallel)
