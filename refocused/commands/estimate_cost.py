@@ -17,7 +17,7 @@ from refocused.system.number_text import count_text, size_text
 
 if TYPE_CHECKING:
     from refocused.config.run_config import RunConfig
-    from refocused.estimate.run_cost import Estimate, OnGpus, TasksWork
+    from refocused.estimate.run_cost import Estimate, OnGpus, TaskWork
 
 GPUS, GPU = 8, "H100 SXM"
 # Assumed for every tokenizer but `bytes`; GPT-2 has 4.5 on HellaSwag.
@@ -106,6 +106,7 @@ def estimate_of(
         known = f"{loaded.shape.vocabulary:,} token ids of {loaded.config.model.preset}"
         print_message("warning", f"{error} Estimating with the {known}.")
     run = loaded.config
+    tasks, missing = _tasks_work(run)
     expected = estimate(
         loaded,
         gpus=gpus,
@@ -114,7 +115,8 @@ def estimate_of(
         budget_usd=budget_usd or run.cost.budget_usd,
         sweep=sweep,
         prices=read_prices(),
-        tasks=_tasks_work(run),
+        tasks=tasks,
+        missing_tasks=missing,
         prompt_tokens=_tokens(run.evaluation.sample_prompt or "", run),
     )
     on, memory_bytes = expected.main, expected.gpu.memory_gib * 2**30
@@ -124,9 +126,11 @@ def estimate_of(
     return expected, f"A step does not fit into a GPU's memory. {fix}"
 
 
-def _tasks_work(config: RunConfig) -> TasksWork:
-    """Count the tokens of a run's tasks without a tokenizer, contexts cut to the sequence."""
-    from refocused.estimate.run_cost import TasksWork
+def _tasks_work(config: RunConfig) -> tuple[list[TaskWork], list[str]]:
+    """Count the tokens of a run's tasks without a tokenizer, contexts cut to the sequence.
+
+    Also returns the files that are missing.
+    """
     from refocused.evaluate.tasks import find_tasks, read_questions
 
     requests = config.evaluation.tasks
@@ -137,7 +141,7 @@ def _tasks_work(config: RunConfig) -> TasksWork:
         texts = [f"{one.context} {ending}" for one in questions for ending in one.endings]
         tokens = sum(min(config.model.sequence_length, _tokens(text, config)) for text in texts)
         counted.append((task.name, len(questions), tokens))
-    return TasksWork(tuple(counted), tuple(missing))
+    return counted, missing
 
 
 def _tokens(text: str, config: RunConfig) -> int:
@@ -201,17 +205,15 @@ def _facts(estimate: Estimate) -> Iterable[tuple[str, str]]:
     yield "saves", f"{work.count('save'):,} of {disk}{mirror}"
     tokens = count_text(work.validation_tokens)
     parts = [f"{work.count('validation'):,} x {tokens} tokens of validation"]
-    if estimate.tasks.counted:
-        tasks = ", ".join(
-            f"{name} {counted(items, 'item')}" for name, items, _ in estimate.tasks.counted
-        )
+    if estimate.tasks:
+        tasks = ", ".join(f"{name} {counted(items, 'item')}" for name, items, _ in estimate.tasks)
         tokens = count_text(int(float(f"{work.task_tokens:.3g}")))
         parts.append(f"{work.count('tasks'):,} x tasks ({tasks}; about {tokens} tokens)")
     if samples := work.count("sample"):
         tokens = f"{work.config.evaluation.sample_tokens:,}"
         parts.append(f"{samples:,} x a sample of {tokens} tokens")
-    if estimate.tasks.missing:
-        parts.append(f"WITHOUT missing files: {', '.join(estimate.tasks.missing)}")
+    if estimate.missing_tasks:
+        parts.append(f"WITHOUT missing files: {', '.join(estimate.missing_tasks)}")
     yield "evaluation", "; ".join(parts)
     data = f"up to {size_text(storage.data)} of tokens, {size_text(storage.data_per_second)}/s"
     out = f"out of the bucket to another provider up to ${estimate.data_out_usd:,.2f}"

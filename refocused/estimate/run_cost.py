@@ -32,6 +32,7 @@ DISK_BYTES_PER_SECOND = 2e9  # one NVMe drive, written by all ranks together
 HOST_COPY_BYTES_PER_SECOND = 10e9  # of one GPU's state into the host's memory
 START_UP_SECONDS = 180.0  # imports, the first shards, the compiled blocks
 LARGEST_UINT16_VOCABULARY = 65_536
+TaskWork = tuple[str, int, int]  # name, items, and tokens of all endings with their contexts
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -183,22 +184,6 @@ SWEPT_ZERO = ((1, "world"), (2, "world"), (3, "world"), (3, "node"))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class TasksWork:
-    """The tasks of a run: name, items and tokens of each, and the missing files."""
-
-    counted: tuple[tuple[str, int, int], ...] = ()
-    missing: tuple[str, ...] = ()
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of all endings with their contexts."""
-        return sum(tokens for _, _, tokens in self.counted)
-
-
-NO_TASKS = TasksWork()
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class OnGpus:
     """A run on a number of GPUs."""
 
@@ -268,7 +253,8 @@ class Estimate:
     data_out_usd: float  # egress of the data to another provider, once
     sweep: Mapping[int, OnGpus | str]  # by number of GPUs; a text: why it is not possible on them
     offers: tuple[MachinePrice, ...]  # of this GPU, the cheapest first
-    tasks: TasksWork
+    tasks: Sequence[TaskWork]
+    missing_tasks: Sequence[str]  # files that do not exist
     budget_usd: float | None
     prices: Prices
 
@@ -289,8 +275,8 @@ class Estimate:
             "total_flops": work.tokens * work.flops_per_token,
             **self.main.as_record(),
             "tasks": {
-                "counted": [dict(zip(names, task, strict=True)) for task in self.tasks.counted],
-                "missing": self.tasks.missing,
+                "counted": [dict(zip(names, task, strict=True)) for task in self.tasks],
+                "missing": self.missing_tasks,
             },
             "storage_bytes": dataclasses.asdict(self.storage),
             "bucket_month_usd": self.bucket_month_usd,
@@ -357,7 +343,8 @@ def estimate(
     per_hour_usd: float | None = None,
     budget_usd: float | None = None,
     sweep: Sequence[int] = (),
-    tasks: TasksWork = NO_TASKS,
+    tasks: Sequence[TaskWork] = (),
+    missing_tasks: Sequence[str] = (),
     prompt_tokens: int = 0,
 ) -> Estimate:
     """Estimate a run on `gpus` GPUs of a kind, and on the numbers of GPUs in `sweep`.
@@ -382,7 +369,7 @@ def estimate(
             gpu=spec,
             per_hour_usd=None if per_hour_usd is None else number * (per_hour_usd / gpus),
             budget_usd=budget_usd,
-            task_tokens=tasks.tokens,
+            task_tokens=sum(tokens for _, _, tokens in tasks),
             prompt_tokens=prompt_tokens,
         )
 
@@ -414,6 +401,7 @@ def estimate(
         sweep={number: tried_on(number) for number in sweep},
         offers=tuple(sorted(offers, key=lambda price: price.for_gpus(gpus))),
         tasks=tasks,
+        missing_tasks=missing_tasks,
         budget_usd=budget_usd,
         prices=prices,
     )
