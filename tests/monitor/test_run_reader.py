@@ -54,7 +54,7 @@ def test_a_run_with_every_file_is_printed(tmp_path: Path) -> None:
     run.line("training_metrics", NOW - 10, {**step, **figures, "data_wait_fraction": 0.02})
     progress = {"done_bytes": 3, "total_bytes": 4, "last_error": "503"}
     run.mirror(mirrored=[700, 800], waiting=[900], failed={"600": "damaged"}, **progress)
-    run.gpus(GPU, dataclasses.replace(GPU, index=3), age=3600.0)  # GPU 3 of an earlier session
+    run.gpus(GPU, dataclasses.replace(GPU, index=3), age=65.5)  # GPU 3 of an earlier session
     hot = dataclasses.replace(GPU, index=1, throttle_reasons=("hw_slowdown", "hw_thermal"))
     hot = dataclasses.replace(hot, ecc_uncorrected=2, remap_pending=True)
     lost = dataclasses.replace(GPU, index=2, lost=True)
@@ -64,16 +64,20 @@ def test_a_run_with_every_file_is_printed(tmp_path: Path) -> None:
         run.alarm(name=name, raised=raised)
     run.line("events", NOW - 60, {"kind": "save", "text": "save  900 local 1.9 s", "step": 900})
     assert printed(run.view()) == PRINTED.splitlines()
-    later = printed(run.view(after=595))
-    assert any(line.startswith(" 10.0 min ago: CPU 12%") for line in later)
-    assert any(line.startswith(" GPU util") and line.endswith(" 10.0 min ago") for line in later)
+    assert " CPU 12%  RAM 180/1,800 GB  GPU peak 80%" in printed(run.view(after=55))
+    later = printed(run.view(after=56))
+    assert any(line.startswith(" 61 s ago: CPU 12%") for line in later)
+    assert any(line.startswith(" GPU util") and line.endswith(" 61 s ago") for line in later)
     # A rank that is hardly slower, or a damaged line, names none.
     for number, changes in ((1011, {"excess_fraction": 0.015}), (1020, {"rank": None})):
         line = {"kind": "step", "step": number, "slowest": {**slowest, **changes}}
         run.line("training_metrics", NOW, line)
         assert not any("slowest" in line for line in printed(run.view()))
     record = json.loads(json.dumps(run.view().as_record()))
-    assert (record["saves"]["steps_at_risk"], record["gpus"][0]["temperature_celsius"]) == (100, 70)
+    saves = {name: record["saves"][name] for name in ("steps_at_risk", "seconds_ago", "local")}
+    assert saves == {"steps_at_risk": 100, "seconds_ago": 60.0, "local": 2}
+    assert record["gpus"][0]["temperature_celsius"] == 70
+    assert run.view().tokens_per_second == pytest.approx(7e5)  # the damaged lines have no speed
     assert not {"steps", "validations"} & set(record)
 
 
@@ -234,7 +238,7 @@ def test_alarms_read_the_end_of_a_long_file_and_the_readings_of_other_machines(
     assert numbers(reader.read(NOW)) == list(range(3000 - RECENT_STEPS, 3000))
     run.metrics([3000], last=3000)
     run.gpus(GPU)
-    run.line("gpu_metrics-node-1", NOW, as_record(dataclasses.replace(GPU, host="node2")))
+    run.line("gpu_metrics-node-1", NOW - 64, as_record(dataclasses.replace(GPU, host="node2")))
     view = reader.read(NOW)
     assert numbers(view) == list(range(3001 - RECENT_STEPS, 3001))
     assert [gpu.host for gpu in view.gpus] == ["node2"]
