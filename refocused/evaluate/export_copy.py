@@ -1,11 +1,11 @@
 """Copy an exported model to a bucket or the hub and back, whole and verified."""
 
 import contextlib
+import dataclasses
 import json
 import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated
 
 import pydantic
 
@@ -32,22 +32,8 @@ _ANOTHER = f"is not the file listed in {COMMITTED}"
 logger = logging.getLogger(__name__)
 
 
-class _File(pydantic.BaseModel):
-    """Size and CRC-32C of one file of a model; None: the bucket keeps no checksum."""
-
-    model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
-
-    bytes: Annotated[int, pydantic.Field(ge=0)]
-    crc32c: Annotated[int, pydantic.Field(ge=0, lt=2**32)] | None
-
-    def is_at(self, path: Path) -> bool:
-        if not path.is_file() or path.stat().st_size != self.bytes:
-            return False
-        return self.crc32c is None or crc32c_of(path) == self.crc32c
-
-
-_Files = dict[str, _File]
-_MARKER = pydantic.TypeAdapter(_Files)
+_Files = Mapping[str, BlobInfo]  # a model's, as they should be
+_MARKER = pydantic.TypeAdapter(dict[str, dict[str, int | None]])  # `bytes` and `crc32c` of each
 
 
 def upload_folder(folder: Path, bucket: Bucket, prefix: str) -> None:
@@ -59,18 +45,17 @@ def upload_folder(folder: Path, bucket: Bucket, prefix: str) -> None:
         BucketError: The bucket cannot be read or written.
     """
     files = {path.name: path for path in sorted(folder.iterdir()) if path.is_file()}
-    described = {
-        name: {"bytes": path.stat().st_size, "crc32c": crc32c_of(path)}
-        for name, path in files.items()
-    }
-    content = json.dumps(described, indent=1).encode()
+    sums = {name: crc32c_of(path) for name, path in files.items()}
+    sizes = {name: path.stat().st_size for name, path in files.items()}
+    marked = {name: {"bytes": sizes[name], "crc32c": sums[name]} for name in files}
+    content = json.dumps(marked, indent=1).encode()
     marker = f"{prefix}/{COMMITTED}"
     if bucket.info(marker) is not None and bucket.read(marker) == content:
         return
     bucket.delete(marker)
     for blob in list(bucket.list(f"{prefix}/")):
-        known = described.get(blob.name.removeprefix(f"{prefix}/"))
-        if known is None or with_checksum(bucket, blob).crc32c != known["crc32c"]:
+        known = sums.get(blob.name.removeprefix(f"{prefix}/"))
+        if known is None or with_checksum(bucket, blob).crc32c != known:
             bucket.delete(blob.name)
     upload_many(bucket, {f"{prefix}/{name}": path for name, path in files.items()})
     bucket.write(marker, content)
@@ -112,42 +97,48 @@ def fetch_folder(bucket: Bucket, folder: Path, *, progress: Progress | None = No
     return folder
 
 
-def _described(bucket: Bucket, blobs: Mapping[str, BlobInfo]) -> _Files:
-    """Return a model's files from its marker, or from the listing if it has none."""
-    if COMMITTED in blobs:
-        content = bucket.read(COMMITTED)
-        try:
-            files = _MARKER.validate_json(content)
-        except pydantic.ValidationError:
-            what = f"{COMMITTED} holds {content[:80]!r}, which is no marker"
-            raise _damaged(bucket, what) from None
-        for name, file in files.items():
-            blob = blobs.get(name)
-            if blob is None:
-                raise _damaged(bucket, f"{name} is missing")
-            if blob.size != file.bytes or blob.crc32c not in (None, file.crc32c):
-                raise _damaged(bucket, f"{name} {_ANOTHER}")
-        return files
-    if CONFIG not in blobs or ORIGIN in blobs or bucket.url.rstrip("/").endswith(f"/{FOLDER}"):
-        raise CheckpointError(
-            f"{bucket.url} has no {COMMITTED} object: no model is there, or its upload never "
-            "finished. Run the command that trained the run again to finish it. If the folder was "
-            "copied there by other means, copy it to the disk and name it there."
-        )
-    logger.warning(
-        "%s has no %s object: whether its upload was finished is not known", bucket.url, COMMITTED
-    )
-    return {name: _File(bytes=blob.size, crc32c=blob.crc32c) for name, blob in blobs.items()}
+def _described(bucket: Bucket, blobs: _Files) -> _Files:
+    """Return a model's files with the checksums of its marker, or as listed if it has none."""
+    if COMMITTED not in blobs:
+        if CONFIG not in blobs or ORIGIN in blobs or bucket.url.rstrip("/").endswith(f"/{FOLDER}"):
+            raise CheckpointError(
+                f"{bucket.url} has no {COMMITTED} object: no model is there, or its upload never "
+                "finished. Run the command that trained the run again to finish it. If the folder "
+                "was copied there by other means, copy it to the disk and name it there."
+            )
+        what = "%s has no %s object: whether its upload was finished is not known"
+        logger.warning(what, bucket.url, COMMITTED)
+        return blobs
+    content = bucket.read(COMMITTED)
+    try:
+        marked = _MARKER.validate_json(content)
+    except pydantic.ValidationError:
+        what = f"{COMMITTED} holds {content[:80]!r}, which is no marker"
+        raise _damaged(bucket, what) from None
+    files = {}
+    for name, file in marked.items():
+        if (blob := blobs.get(name)) is None:
+            raise _damaged(bucket, f"{name} is missing")
+        checksum = file.get("crc32c")
+        if blob.size != file.get("bytes") or blob.crc32c not in (None, checksum):
+            raise _damaged(bucket, f"{name} {_ANOTHER}")
+        files[name] = dataclasses.replace(blob, crc32c=checksum)
+    return files
 
 
 def _missing(folder: Path, files: _Files) -> list[str]:
-    return [name for name, file in files.items() if not file.is_at(folder / name)]
+    def is_copy(path: Path, blob: BlobInfo) -> bool:
+        if not path.is_file() or path.stat().st_size != blob.size:
+            return False
+        return blob.crc32c is None or crc32c_of(path) == blob.crc32c
+
+    return [name for name, blob in files.items() if not is_copy(folder / name, blob)]
 
 
 def _others(folder: Path, files: _Files) -> list[Path]:
     """Return files that do not belong to the model; transformers might load their weights."""
-    found = folder.iterdir() if folder.is_dir() else ()
-    return [path for path in found if path.is_file() and path.name not in files]
+    paths = folder.iterdir() if folder.is_dir() else ()
+    return [path for path in paths if path.is_file() and path.name not in files]
 
 
 def _damaged(bucket: Bucket, what: str) -> CheckpointError:
