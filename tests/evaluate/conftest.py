@@ -7,7 +7,7 @@ from evaluate.step_saves import SAVES, save_steps
 
 
 @pytest.fixture(scope="session")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+def saved(tmp_path_factory):
     """The folders of checkpoints, by number of ranks."""
     folders = {}
     for ranks, saves in SAVES.items():

@@ -2,14 +2,12 @@
 
 import dataclasses
 import json
-import os
-import sys
 from pathlib import Path
 from typing import Any, Literal
 
 import small_families
 import torch
-from ranks import ForkedRanks
+from ranks import on_ranks
 from torch import Tensor
 
 LENGTH, ROWS, VOCABULARY = 16, 128, 101
@@ -87,13 +85,7 @@ SAVES = {1: PLAIN[1], 2: [*PLAIN[2], *SPECIAL], 4: PLAIN[4]}
 
 def save_steps(folder: Path, saves: list[Save], *, ranks: int) -> None:
     """Save a checkpoint for each, in one start of the ranks."""
-    wanted = json.dumps([dataclasses.asdict(save) for save in saves])
-    started = ForkedRanks(ranks, [str(folder), wanted], folder=folder, command=be_a_rank)
-    try:
-        ended = started.wait(120)
-    finally:
-        started.kill()
-    assert ended.codes == [0] * ranks, ended.everything
+    on_ranks(save_all, folder, saves, folder=folder, ranks=ranks)
 
 
 def step_of(folder: Path, save: Save) -> Path:
@@ -106,19 +98,12 @@ def weights_of(folder: Path, save: Save) -> dict[str, Tensor]:
     return weights
 
 
-def be_a_rank(arguments: list[str]) -> int:
+def save_all(world, folder, saves):
     from deepspeed.accelerator import get_accelerator
 
-    from refocused.system.world import join_world
-
     get_accelerator().is_fp16_supported = lambda: True
-    world = join_world("cpu")
-    for wanted in json.loads(arguments[1]):
-        save = Save(**wanted)
-        _save(Path(arguments[0]) / save.name, save, world)
-    world.barrier()
-    sys.stdout.flush()
-    os._exit(0)  # gloo's threads sometimes abort an ordinary exit
+    for save in saves:
+        _save(folder / save.name, save, world)
 
 
 def _save(folder: Path, save: Save, world: Any) -> None:

@@ -26,7 +26,7 @@ def write(folder: Path, content: dict[str, bytes]) -> Path:
 
 
 @pytest.fixture
-def uploaded(tmp_path: Path) -> Path:
+def uploaded(tmp_path):
     """The folder of a model in the bucket."""
     write(tmp_path / "model", CONTENT)
     (tmp_path / "bucket").mkdir()
@@ -53,9 +53,7 @@ class Counted(DirectoryBucket):
         return super().download(blob, target)
 
 
-def test_a_folder_is_in_the_bucket_once_its_marker_is(
-    uploaded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_is_in_the_bucket_once_its_marker_is(uploaded, tmp_path, monkeypatch):
     marker, here = uploaded / "COMMITTED", tmp_path / "here"
     assert json.loads(marker.read_text())[WEIGHTS]["bytes"] == 200
     fetch_folder(DirectoryBucket(uploaded), here)
@@ -76,9 +74,7 @@ def test_a_folder_is_in_the_bucket_once_its_marker_is(
     assert files_of(uploaded) == changed
 
 
-def test_an_interrupted_download_continues_and_leaves_no_partial_model(
-    uploaded: Path, tmp_path: Path
-) -> None:
+def test_an_interrupted_download_continues_and_leaves_no_partial_model(uploaded, tmp_path):
     here = tmp_path / "models/b/final_model"
     with pytest.raises(BucketError, match="the connection was lost"):
         fetch_folder(Counted(uploaded, fails_at=WEIGHTS), here)
@@ -105,9 +101,7 @@ def test_an_interrupted_download_continues_and_leaves_no_partial_model(
         ("being fetched", "Another process is fetching"),
     ],
 )
-def test_an_incomplete_folder_is_not_a_model(
-    uploaded: Path, tmp_path: Path, damage: str, message: str
-) -> None:
+def test_an_incomplete_folder_is_not_a_model(uploaded, tmp_path, damage, message):
     weights, marker, here = uploaded / WEIGHTS, uploaded / "COMMITTED", tmp_path / "a"
     lock = FileLock(tmp_path / ".a.lock")
     {
@@ -124,9 +118,7 @@ def test_an_incomplete_folder_is_not_a_model(
     assert not here.exists()
 
 
-def test_a_folder_without_a_marker_is_used_with_a_warning(
-    tmp_path: Path, heard: None, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_folder_without_a_marker_is_used_with_a_warning(tmp_path, heard, caplog):
     theirs = write(tmp_path / "theirs", {"config.json": b"{}", "weights": b"w"})
     write(theirs / "below", {"more": b"m"})
     copy = fetch_folder(DirectoryBucket(theirs), tmp_path / "here")

@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +65,7 @@ def opened(saved: dict[int, Path], ranks: int, save: Save) -> ModelWeights:
 @pytest.mark.parametrize(
     ("ranks", "save"), ROUND_TRIPS, ids=[f"{ranks}-{save.name}" for ranks, save in ROUND_TRIPS]
 )
-def test_round_trip(
-    saved: dict[int, Path], tmp_path: Path, ranks: int, save: Save, caplog: Any
-) -> None:
+def test_round_trip(saved, tmp_path, ranks, save, caplog):
     weights = opened(saved, ranks, save)
     found = export_step(weights, tmp_path / "out", tokenizer=None, dtype="fp32")
     assert found.logit_difference is not None and found.logit_difference < 1e-6
@@ -103,8 +100,8 @@ def test_round_trip(
     [("bytes", "refuses the tokenizer bytes"), ("gpt2", "knows the BPE of published models by a")],
 )
 def test_an_export_names_what_llama_cpp_would_take_otherwise(
-    saved: dict[int, Path], tmp_path: Path, tokenizer: str, said: str, caplog: Any
-) -> None:
+    saved, tmp_path, tokenizer, said, caplog
+):
     weights = opened(saved, 2, SAVE)
     weights.config.activation_function = "relu"
     content = tokenizer_file(
@@ -118,9 +115,7 @@ def test_an_export_names_what_llama_cpp_would_take_otherwise(
         assert f"llama.cpp's converter {said}" in text and "there will be no GGUF file." in text
 
 
-def test_an_export_has_its_tokenizer_its_card_and_the_length_of_training(
-    saved: dict[int, Path], tmp_path: Path
-) -> None:
+def test_an_export_has_its_tokenizer_its_card_and_the_length_of_training(saved, tmp_path):
     weights, out = opened(saved, 2, SAVE), tmp_path / "out"
     with pytest.raises(CheckpointError, match=r"has no tokenizer .*--no-tokenizer"):
         tokenizer_of(weights)
@@ -158,7 +153,7 @@ def test_an_export_has_its_tokenizer_its_card_and_the_length_of_training(
         assert load_model(source, dtype="fp32", tokenizer=choice).trained_length == LENGTH
 
 
-def test_several_smaller_files_load_alike(saved: dict[int, Path], tmp_path: Path) -> None:
+def test_several_smaller_files_load_alike(saved, tmp_path):
     weights = opened(saved, 2, SAVE)
     export_step(weights, tmp_path / "out", tokenizer=None, file_bytes=10_000)
     files = sorted((tmp_path / "out").glob("*.safetensors"))
@@ -172,7 +167,7 @@ def test_several_smaller_files_load_alike(saved: dict[int, Path], tmp_path: Path
         assert torch.equal(network.state_dict()[name], weights.tensor(name, dtype=torch.bfloat16))
 
 
-def test_a_checkpoint_is_loaded_with_its_tokenizer(saved: dict[int, Path], tmp_path: Path) -> None:
+def test_a_checkpoint_is_loaded_with_its_tokenizer(saved, tmp_path):
     words = word_file(tmp_path / "words.json").read_bytes()
     step = with_file(saved, tmp_path, "tokenizer.json", words)
     loaded = load_model(step.path, dtype="fp32")
@@ -183,13 +178,11 @@ def test_a_checkpoint_is_loaded_with_its_tokenizer(saved: dict[int, Path], tmp_p
         assert torch.equal(found, weight[: len(found)]), name
 
 
-def test_a_failed_export_leaves_nothing(
-    saved: dict[int, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_export_leaves_nothing(saved, tmp_path, monkeypatch):
     weights = opened(saved, 2, SAVE)
 
-    def fails(error: Exception) -> Callable[..., None]:
-        def save(*_arguments: object, **_options: object) -> None:
+    def fails(error):
+        def save(*_arguments, **_options):
             raise error
 
         return save
@@ -209,7 +202,7 @@ def test_a_failed_export_leaves_nothing(
         export_step(weights, tmp_path / "out", tokenizer=None)
 
 
-def test_a_wrong_export_is_detected(saved: dict[int, Path], tmp_path: Path) -> None:
+def test_a_wrong_export_is_detected(saved, tmp_path):
     weights = opened(saved, 2, SAVE)
     export_step(weights, tmp_path / "out", tokenizer=None, dtype="fp32")
     file = tmp_path / "out" / "model.safetensors"
@@ -226,9 +219,7 @@ def test_a_wrong_export_is_detected(saved: dict[int, Path], tmp_path: Path) -> N
         largest_difference(weights, tmp_path / "out", dtype="fp32")
 
 
-def test_a_model_that_differs_from_its_description_is_rejected(
-    saved: dict[int, Path], tmp_path: Path
-) -> None:
+def test_a_model_that_differs_from_its_description_is_rejected(saved, tmp_path):
     other = SAVE.shape | {"n_inner": 70}
     step = with_file(saved, tmp_path, "model.json", json.dumps(other).encode())
     with pytest.raises(CheckpointError, match=r"mlp.c_fc.bias is \(75,\), not \(70,\)"):
@@ -236,8 +227,8 @@ def test_a_model_that_differs_from_its_description_is_rejected(
 
 
 def test_the_final_model_is_made_once_per_save_and_errors_are_returned(
-    saved: dict[int, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    saved, tmp_path, monkeypatch
+):
     step, bucket = tmp_path / "checkpoints" / "checkpoint_step_2", tmp_path / "bucket"
     shutil.copytree(step_of(saved[2], SAVE), step)
     bucket.mkdir()
@@ -315,7 +306,7 @@ def write_family(folder: Path, family: str) -> Path:
 
 
 @pytest.mark.slow  # another process imports torch and transformers
-def test_an_export_works_without_this_package(tmp_path: Path) -> None:
+def test_an_export_works_without_this_package(tmp_path):
     folders = {family: write_family(tmp_path, family) for family in SHAPES}
     clean = [sys.executable, "-I", "-c", CLEAN, *map(str, folders.values())]
     environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "cache")}
@@ -332,7 +323,7 @@ def test_an_export_works_without_this_package(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", SHAPES)
-def test_its_modules_share_one_namespace_without_clashes(family: str) -> None:
+def test_its_modules_share_one_namespace_without_clashes(family):
     tree = ast.parse(modeling_source(f"refocused.models.{family}"))
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
     assert not [line for line in map(ast.unparse, imports) if " refocused" in line]

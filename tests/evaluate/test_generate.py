@@ -39,7 +39,7 @@ def as_text(ids: list[int]) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_generation_is_the_argmax_of_full_passes(family: str) -> None:
+def test_greedy_generation_is_the_argmax_of_full_passes(family):
     model = small_model(family)
     found = generate(model, PROMPTS, GREEDY, batch=3)
     assert [answer.prompt for answer in found.answers] == [0, 1, 2, 3]
@@ -50,7 +50,7 @@ def test_greedy_generation_is_the_argmax_of_full_passes(family: str) -> None:
     assert len({tuple(ids) for ids in wanted}) > 1  # the texts differ
 
 
-def test_padding_ids_are_never_drawn() -> None:
+def test_padding_ids_are_never_drawn():
     model = small_model()
     with torch.no_grad():
         model.network.get_output_embeddings().weight[257:] *= 50
@@ -65,7 +65,7 @@ def test_padding_ids_are_never_drawn() -> None:
     assert len(set(seen)) > 50
 
 
-def test_a_seed_repeats_its_draws_and_leaves_others_unchanged() -> None:
+def test_a_seed_repeats_its_draws_and_leaves_others_unchanged():
     model = small_model()
     sampling = Sampling(tokens=12, samples=3)
     torch.manual_seed(5)
@@ -81,7 +81,7 @@ def test_a_seed_repeats_its_draws_and_leaves_others_unchanged() -> None:
 
 
 @pytest.mark.parametrize("narrow", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}])
-def test_each_sampling_limit_ends_at_the_likeliest(narrow: dict[str, float]) -> None:
+def test_each_sampling_limit_ends_at_the_likeliest(narrow):
     sampling = Sampling(**{"tokens": 20, "top_k": 0, "temperature": 2.0, **narrow})  # type: ignore[arg-type]
     model = small_model()
     drawn = generate(model, PROMPTS, sampling)
@@ -90,7 +90,7 @@ def test_each_sampling_limit_ends_at_the_likeliest(narrow: dict[str, float]) -> 
     assert free.answers != drawn.answers
 
 
-def test_a_penalty_keeps_a_model_from_repeating() -> None:
+def test_a_penalty_keeps_a_model_from_repeating():
     model = small_model("gpt_neox", spread=0.02)
     plain = generate(model, ["abcabc"], GREEDY).answers[0].text
     punished = dataclasses.replace(GREEDY, repetition_penalty=1e6)
@@ -99,7 +99,7 @@ def test_a_penalty_keeps_a_model_from_repeating() -> None:
     assert not set(varied) & set("abc")
 
 
-def test_a_stop_string_ends_a_text_before_it() -> None:
+def test_a_stop_string_ends_a_text_before_it():
     model = small_model()
     plain = generate(model, PROMPTS, GREEDY).answers
     stop = plain[0].text[7:9]
@@ -111,7 +111,7 @@ def test_a_stop_string_ends_a_text_before_it() -> None:
 
 
 @pytest.mark.parametrize("stops", [(), ("zz",)])
-def test_the_streamed_pieces_are_the_text(stops: tuple[str, ...]) -> None:
+def test_the_streamed_pieces_are_the_text(stops):
     model = small_model()
     pieces: list[str] = []
     sampling = Sampling(tokens=60, temperature=3.0, top_k=0, stops=stops)
@@ -151,7 +151,7 @@ def words_of(kind: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["Metaspace", "Llama 2", "WordPiece"])
-def test_an_answer_keeps_the_space_after_its_prompt(kind: str) -> None:
+def test_an_answer_keeps_the_space_after_its_prompt(kind):
     model = dataclasses.replace(small_model(), tokenizer=words_of(kind))
     pieces: list[str] = []
     (answer,) = generate(model, ["w7 w8"], GREEDY, show=pieces.append).answers
@@ -165,7 +165,7 @@ def test_an_answer_keeps_the_space_after_its_prompt(kind: str) -> None:
 
 
 @pytest.mark.parametrize(("family", "limited"), [("gpt2", True), ("resonance", False)])
-def test_a_text_ends_where_the_context_does(family: str, limited: bool) -> None:
+def test_a_text_ends_where_the_context_does(family, limited):
     model = small_model(family)
     with torch.no_grad():
         model.network.get_output_embeddings().weight[256] = 0.0  # no end of text
@@ -178,7 +178,7 @@ def test_a_text_ends_where_the_context_does(family: str, limited: bool) -> None:
             generate(model, ["a", "a" * CONTEXT], sampling)
 
 
-def test_unusable_prompts_are_rejected() -> None:
+def test_unusable_prompts_are_rejected():
     with pytest.raises(ConfigError, match=r"^The prompt is empty\. Give a text"):
         generate(small_model(), [""], GREEDY)
     with pytest.raises(ConfigError, match="same text 2 times"):
@@ -202,12 +202,12 @@ def written(tokens: Sequence[int], stops: Sequence[str] = ()) -> tuple[list[str]
     return pieces, writing
 
 
-def test_incomplete_characters_are_held_back() -> None:
+def test_incomplete_characters_are_held_back():
     assert written([*b"a\x80\xffb", 256, 256])[0] == ["a", "", "", "\ufffd\ufffdb", "", ""]
 
 
 @given(CHARACTERS, st.lists(st.text("ab \n", min_size=1, max_size=4), max_size=3))
-def test_stop_strings_and_partial_characters_are_not_shown(text: str, stops: list[str]) -> None:
+def test_stop_strings_and_partial_characters_are_not_shown(text, stops):
     ids = [*text.encode(), 256]
     shown, writing = written(ids, stops)
     wanted, _, ended = writing.result(0, ids)

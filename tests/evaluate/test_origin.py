@@ -7,7 +7,6 @@ import json
 import re
 import socket
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -68,9 +67,7 @@ def start(folder: Path, family: str = "gpt2", *, resizes: bool = False, **change
 
 @pytest.mark.parametrize("size", ["1GB", "100KB"])
 @every_family
-def test_loss_and_logits_equal_those_of_transformers(
-    family: str, size: str, tmp_path: Path
-) -> None:
+def test_loss_and_logits_equal_those_of_transformers(family, size, tmp_path):
     network = write_model(tmp_path, family, size=size)
     assert (tmp_path / f"{ONE_FILE}.index.json").exists() == (size == "100KB")
     model, ids = start(tmp_path, family), tokens()
@@ -84,7 +81,7 @@ def test_loss_and_logits_equal_those_of_transformers(
     assert loss.item() == pytest.approx(wanted.item(), abs=1e-5)
 
 
-def test_files_of_the_body_alone_and_their_old_buffers_are_read(tmp_path: Path) -> None:
+def test_files_of_the_body_alone_and_their_old_buffers_are_read(tmp_path):
     network = write_model(tmp_path)
     whole = load_file(tmp_path / ONE_FILE)
     body = {name.removeprefix("transformer."): one for name, one in whole.items()}
@@ -96,7 +93,7 @@ def test_files_of_the_body_alone_and_their_old_buffers_are_read(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("vocabulary", [400, 560])
-def test_a_vocabulary_is_cut_or_padded_on_request(tmp_path: Path, vocabulary: int) -> None:
+def test_a_vocabulary_is_cut_or_padded_on_request(tmp_path, vocabulary):
     network = write_model(tmp_path, "gpt_neox", vocab_size=vocabulary)
     with pytest.raises(RefocusedError, match=f"vocabulary of {vocabulary} ids, and this run 512"):
         start(tmp_path, "gpt_neox")
@@ -127,16 +124,14 @@ CHANGES: list[tuple[dict[str, Any], dict[str, Tensor | None], str]] = [
 
 
 @pytest.mark.parametrize(("settings", "tensors", "said"), CHANGES)
-def test_another_model_is_refused(
-    settings: Any, tensors: dict[str, Tensor | None], said: str, tmp_path: Path
-) -> None:
+def test_another_model_is_refused(settings, tensors, said, tmp_path):
     write_model(tmp_path, **settings)
     change(tmp_path, tensors)
     with pytest.raises(RefocusedError, match=said):
         start(tmp_path)
 
 
-def test_another_family_and_damaged_files_are_refused(tmp_path: Path) -> None:
+def test_another_family_and_damaged_files_are_refused(tmp_path):
     write_model(tmp_path)
     with pytest.raises(RefocusedError, match=r"it is a gpt2, and model.preset = mine a gpt_neox"):
         start(tmp_path, "gpt_neox")
@@ -146,7 +141,7 @@ def test_another_family_and_damaged_files_are_refused(tmp_path: Path) -> None:
         start(tmp_path)
 
 
-def test_pickled_weights_need_trust_and_execute_nothing(tmp_path: Path) -> None:
+def test_pickled_weights_need_trust_and_execute_nothing(tmp_path):
     network = write_model(tmp_path)
     (tmp_path / ONE_FILE).unlink()
     torch.save(network.state_dict(), tmp_path / "pytorch_model.bin")
@@ -162,7 +157,7 @@ def test_pickled_weights_need_trust_and_execute_nothing(tmp_path: Path) -> None:
         open_model(tmp_path, trusts_pickles=True)
 
 
-def test_an_export_in_a_bucket_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_export_in_a_bucket_is_fetched(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_model(tmp_path / "there")
     found = find_model(
@@ -193,7 +188,7 @@ def test_an_export_in_a_bucket_is_fetched(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("name", "what"), [("adapter_config.json", "is an adapter"), ("model-q8.gguf", "as GGUF")]
 )
-def test_what_is_no_whole_model_is_named(name: str, what: str, tmp_path: Path) -> None:
+def test_what_is_no_whole_model_is_named(name, what, tmp_path):
     (tmp_path / name).write_text("{}")
     for path in (tmp_path, tmp_path / name) if "gguf" in name else (tmp_path,):
         with pytest.raises(RefocusedError, match=what):
@@ -210,8 +205,8 @@ def test_what_is_no_whole_model_is_named(name: str, what: str, tmp_path: Path) -
     [("unknown", 300, True), ("unknown", 200, False), ("bytes", 300, None), ("words", 300, False)],
 )
 def test_a_tokenizer_travels_where_the_datas_is_unknown(
-    tokenizer: str, vocabulary: int, kept: bool | None, tmp_path: Path, caplog: Any
-) -> None:
+    tokenizer, vocabulary, kept, tmp_path, caplog
+):
     content = tokenizer_file(TokenizerChoice("bytes"), vocabulary=257)
     (tmp_path / "tokenizer.json").write_bytes(content)
     words = str(word_file(tmp_path / "words.json"))
@@ -289,7 +284,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, dict[str, bytes]]]:
+def hub(tmp_path, monkeypatch):
     from huggingface_hub import constants
 
     models: dict[str, dict[str, bytes]] = {}
@@ -308,9 +303,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, d
     server.server_close()
 
 
-def test_an_export_is_pushed_to_the_hub_and_started_from(
-    hub: dict[str, dict[str, bytes]], tmp_path: Path
-) -> None:
+def test_an_export_is_pushed_to_the_hub_and_started_from(hub, tmp_path):
     network = write_model(tmp_path / "out")
     (tmp_path / "out" / "README.md").write_text("---\nlibrary_name: transformers\n---\n")
     with pytest.raises(RefocusedError, match=r"hub:me/model cannot be downloaded.*127.0.0.1"):
@@ -330,7 +323,7 @@ def test_an_export_is_pushed_to_the_hub_and_started_from(
         open_model(folder, trusts_pickles=False)
 
 
-def test_a_hub_out_of_reach_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_out_of_reach_is_one_message(monkeypatch):
     from huggingface_hub import constants
 
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as silent:

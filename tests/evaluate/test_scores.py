@@ -66,14 +66,12 @@ def bytes_encoder(context: int = 12, *, end_of_text: bool = True) -> Encoder:
         ("a", "0123456789abc", None),
     ],
 )
-def test_a_context_and_what_follows_are_encoded(
-    context: str, rest: str, wanted: Continuation | None
-) -> None:
+def test_a_context_and_what_follows_are_encoded(context, rest, wanted):
     found = bytes_encoder().continuations([(context, rest)], places=["items:4"])
     assert found == [wanted]
 
 
-def test_unencodable_items_are_rejected(tmp_path: Path) -> None:
+def test_unencodable_items_are_rejected(tmp_path):
     with pytest.raises(EvaluationError, match="items:4: the context is empty, and the tokenizer"):
         bytes_encoder(end_of_text=False).continuations([("", "c")], places=["items:4"])
     content = word_file(tmp_path / "words.json").read_bytes()
@@ -83,7 +81,7 @@ def test_unencodable_items_are_rejected(tmp_path: Path) -> None:
         Encoder(tokenizer, context_tokens=9, vocabulary=3)
 
 
-def test_an_item_whose_ending_lies_inside_a_token_is_skipped(tmp_path: Path) -> None:
+def test_an_item_whose_ending_lies_inside_a_token_is_skipped(tmp_path):
     content = json.loads(word_file(tmp_path / "words.json").read_bytes())
     content["pre_tokenizer"] = None  # so that a token may span the join
     content["model"]["vocab"] = {"cat a": 0, "cat": 1, "cat b c": 2, "[UNK]": 3}
@@ -95,7 +93,7 @@ def test_an_item_whose_ending_lies_inside_a_token_is_skipped(tmp_path: Path) -> 
     assert (examination.items, examination.skipped) == (0, 1)
 
 
-def test_batches_are_of_like_length_and_within_their_tokens() -> None:
+def test_batches_are_of_like_length_and_within_their_tokens():
     lengths = [3, 9, 2, 5, 9, 4, 7]
     given = [Continuation((1,) * length, 1) for n, length in enumerate(lengths)]
     assert batches_by_length(given, rows=3) == [[1, 4, 6], [3, 5, 0], [2]]
@@ -104,7 +102,7 @@ def test_batches_are_of_like_length_and_within_their_tokens() -> None:
 
 
 @pytest.mark.parametrize("at_once", [None, 1, 2, 100])
-def test_label_scores_ignore_the_padding_in_chunks_of_any_size(at_once: int | None) -> None:
+def test_label_scores_ignore_the_padding_in_chunks_of_any_size(at_once):
     torch.manual_seed(0)
     hidden, head = torch.randn(3, 3, 4), torch.randn(8, 4)
     head[6:] = 9.0  # padding is the likeliest
@@ -131,10 +129,10 @@ class Counting:
         return -firsts, torch.zeros(len(batch))
 
 
-def test_ranks_share_the_batches_and_make_equal_numbers_of_calls() -> None:
+def test_ranks_share_the_batches_and_make_equal_numbers_of_calls():
     given = [Continuation((number, 1), 1) for number in range(1, 6)]
 
-    def action(world: World) -> tuple[list[Scored] | None, int]:
+    def action(world):
         scorer = Counting()
         return score_all(given, scorer, rows=2, world=world), scorer.calls
 
@@ -143,7 +141,7 @@ def test_ranks_share_the_batches_and_make_equal_numbers_of_calls() -> None:
         assert calls == 2  # three batches
 
 
-def test_the_sum_decides_acc_and_the_sum_by_character_decides_acc_norm() -> None:
+def test_the_sum_decides_acc_and_the_sum_by_character_decides_acc_norm():
     questions = [
         Question("c", ("four", "eightchr"), 0),  # -4 and -7; by character -1 and -0.875
         Question("c", ("four", "eightchr"), 1),
@@ -158,7 +156,7 @@ def test_the_sum_decides_acc_and_the_sum_by_character_decides_acc_norm() -> None
     assert alone["acc"].standard_error is None
 
 
-def test_questions_beyond_the_context_are_skipped_and_counted() -> None:
+def test_questions_beyond_the_context_are_skipped_and_counted():
     encoder = bytes_encoder(context=12)
     fits = [Question("what is it", ("this", "that"), 0), Question("and", ("no", "yes"), 1)]
     longer = Question("what is it", ("this", "nothing of the sort"), 1)
@@ -181,8 +179,8 @@ def test_questions_beyond_the_context_are_skipped_and_counted() -> None:
     ],
 )
 def test_a_limit_counts_the_bytes_of_the_scored_text(
-    text: str, end_of_text: bool, limit: int | None, sequences: int, text_bytes: int
-) -> None:
+    text, end_of_text, limit, sequences, text_bytes
+):
     encoder = bytes_encoder(context=4, end_of_text=end_of_text)
     found = prepare_text("t", text, encoder, limit=limit)
     assert found.items == sequences
@@ -202,9 +200,7 @@ def test_a_limit_counts_the_bytes_of_the_scored_text(
         (b"text", {"stride": 13}, "--stride 13: a number from 1 to the context"),
     ],
 )
-def test_an_unscorable_text_is_rejected(
-    tmp_path: Path, content: bytes | None, options: dict[str, int], message: str
-) -> None:
+def test_an_unscorable_text_is_rejected(tmp_path, content, options, message):
     file = tmp_path / "a.txt"
     if content is not None:
         file.write_bytes(content)
@@ -213,7 +209,7 @@ def test_an_unscorable_text_is_rejected(
         prepare_text("t", text, bytes_encoder(end_of_text=False), **options)
 
 
-def test_standard_errors_of_perplexities_by_hand() -> None:
+def test_standard_errors_of_perplexities_by_hand():
     sequences = [Continuation((0,) * 5, 4), Continuation((0,) * 3, 2)]
     scored = [Scored(-8.0, False), Scored(-1.0, False)]
     measures = perplexities_of(sequences, scored, text_bytes=12)
@@ -228,7 +224,7 @@ def test_standard_errors_of_perplexities_by_hand() -> None:
     assert words["perplexity"].standard_error == pytest.approx(math.exp(2))
 
 
-def test_every_token_is_scored_with_its_whole_context() -> None:
+def test_every_token_is_scored_with_its_whole_context():
     (network, tokenizer), context = bytes_model(), 24
     encoder = Encoder(tokenizer, context_tokens=context, vocabulary=257)
     text = "the dog ran home and the cat sat, then it was fast"
@@ -247,7 +243,7 @@ def test_every_token_is_scored_with_its_whole_context() -> None:
 
 
 @pytest.mark.parametrize("family", ["resonance", "ten"])
-def test_a_family_without_a_limit_reads_beyond_its_positions(tmp_path: Path, family: str) -> None:
+def test_a_family_without_a_limit_reads_beyond_its_positions(tmp_path, family):
     shape: dict[str, Any] = {"learned_positions": False} if family == "ten" else {}
     model = small_model(family, **shape)
     file = tmp_path / "text.txt"
@@ -264,22 +260,20 @@ def test_a_family_without_a_limit_reads_beyond_its_positions(tmp_path: Path, fam
 
 
 @pytest.mark.parametrize("family", ["gpt2", "nanochat", "ten"])
-def test_a_family_with_learned_positions_reads_no_further(family: str) -> None:
+def test_a_family_with_learned_positions_reads_no_further(family):
     message = f"--context 65: {family} reads at most 64 tokens at once .*Take --context 64 or less"
     with pytest.raises(EvaluationError, match=message):
         Evaluation(small_model(family), context=POSITIONS + 1)
 
 
 @pytest.fixture(scope="module", params=list(MODELS))
-def model(request: pytest.FixtureRequest) -> tuple[str, LoadedModel]:
+def model(request):
     network, tokenizer = MODELS[request.param]()
     return request.param, LoadedModel(network, tokenizer, Path(), {})
 
 
 @pytest.mark.parametrize("form", list(ON_FILE["items"]))
-def test_every_figure_equals_the_harness(
-    model: tuple[str, LoadedModel], tmp_path: Path, form: str
-) -> None:
+def test_every_figure_equals_the_harness(model, tmp_path, form):
     name, loaded = model
     rows = ON_FILE["items"][form]
     is_text = form == "perplexity"
@@ -310,7 +304,7 @@ def test_every_figure_equals_the_harness(
 
 
 @pytest.mark.slow
-def test_the_figures_on_file_equal_the_harness(model: tuple[str, LoadedModel]) -> None:
+def test_the_figures_on_file_equal_the_harness(model):
     pytest.importorskip("lm_eval", reason="needs pip install .[parity]")
     name, _ = model
     found = ask(name, ON_FILE["items"])

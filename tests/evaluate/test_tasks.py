@@ -74,15 +74,13 @@ ALL = ("hellaswag", "lambada", "multiple_choice")  # harnesses dump all benchmar
         (ARCS, ARC_OF_AI2, (HOT, ("Ice", "Fire"), 1)),
     ],
 )
-def test_items_of_every_form_are_read(
-    tmp_path: Path, forms: tuple[str, ...], row: Any, wanted: Any
-) -> None:
+def test_items_of_every_form_are_read(tmp_path, forms, row, wanted):
     for form in forms:
         (question,) = read(tmp_path, form, row)
         assert (question.context, question.endings, question.answer) == wanted
 
 
-def test_lines_beyond_the_limit_are_not_read(tmp_path: Path) -> None:
+def test_lines_beyond_the_limit_are_not_read(tmp_path):
     questions = read(tmp_path, "multiple_choice", CHOICE, b"", CHOICE, b"{broken", limit=2)
     assert [question.place for question in questions] == [
         f"{tmp_path}/items.jsonl:1",
@@ -129,9 +127,7 @@ OTHER_MISTAKES: list[tuple[str, Any, str]] = [
         ("multiple_choice", (QUERY, CHOICE), ":2: it has no list of texts `choices`.*: query, "),
     ],
 )
-def test_a_broken_line_is_reported_with_the_reason(
-    tmp_path: Path, form: str, rows: tuple[Any, ...], message: str
-) -> None:
+def test_a_broken_line_is_reported_with_the_reason(tmp_path, form, rows, message):
     with pytest.raises(EvaluationError, match=message):
         read(tmp_path, form, *rows)
 
@@ -140,7 +136,7 @@ def names(tasks: list[TaskFile]) -> list[tuple[str, str, str]]:
     return [(task.name, task.form, task.file.name) for task in tasks]
 
 
-def test_tasks_are_found_by_name_by_file_and_in_a_folder(tmp_path: Path) -> None:
+def test_tasks_are_found_by_name_by_file_and_in_a_folder(tmp_path):
     for name in ("hellaswag_val.jsonl", "lambada/test.jsonl", "wiki.txt", "more/play.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("x")
@@ -170,9 +166,7 @@ def test_tasks_are_found_by_name_by_file_and_in_a_folder(tmp_path: Path) -> None
         (["a.txt", "a.txt"], "a is there twice"),
     ],
 )
-def test_a_missing_task_is_rejected(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, requests: list[str], message: str
-) -> None:
+def test_a_missing_task_is_rejected(tmp_path, monkeypatch, requests, message):
     monkeypatch.chdir(tmp_path)
     for name in ("lambada_a.jsonl", "lambada_b.jsonl", "a.txt"):
         Path(name).touch()

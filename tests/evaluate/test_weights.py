@@ -5,14 +5,12 @@ import json
 import shutil
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from checkpoints.step_samples import make_step
 from data.text_samples import word_file
-from evaluate.step_saves import PLAIN, ROWS, SAVES, SPECIAL, VOCABULARY, Save, step_of, weights_of
+from evaluate.step_saves import PLAIN, ROWS, SAVES, SPECIAL, VOCABULARY, step_of, weights_of
 
 from refocused.checkpoints.step.checkpoint_directory import read_checkpoint
 from refocused.checkpoints.step.retention import prune
@@ -31,9 +29,7 @@ CASES = [(ranks, save) for ranks, saves in SAVES.items() for save in saves]
 @pytest.mark.parametrize(
     ("ranks", "save"), CASES, ids=[f"{ranks}-{save.name}" for ranks, save in CASES]
 )
-def test_weights_equal_the_engines_and_start_a_run(
-    saved: dict[int, Path], ranks: int, save: Save
-) -> None:
+def test_weights_equal_the_engines_and_start_a_run(saved, ranks, save):
     step = step_of(saved[ranks], save)
     weights, expected = ModelWeights(read_checkpoint(step)), weights_of(saved[ranks], save)
     assert list(weights.shapes) == list(expected)
@@ -71,25 +67,21 @@ def test_weights_equal_the_engines_and_start_a_run(
     ids=["export", "evaluate", "generate"],
 )
 def test_retention_keeps_a_checkpoint_that_a_command_reads(
-    saved: dict[int, Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    command: list[str],
-    reads: str,
-) -> None:
+    saved, tmp_path, monkeypatch, command, reads
+):
     step = tmp_path / "run/checkpoints/checkpoint_step_2"
     shutil.copytree(step_of(saved[1], PLAIN[1][0]), step)
     make_step(step.parent, 3, validation_loss=1.0)
     make_step(step.parent, 4)
 
-    def retain() -> list[str]:
+    def retain():
         return prune(step.parent, World(), keep=2)
 
     module, _, name = reads.rpartition(".")
     original = getattr(importlib.import_module(module), name)
     removed = []
 
-    def read(*arguments: Any, **options: Any) -> Any:
+    def read(*arguments, **options):
         removed.append(retain())
         return original(*arguments, **options)
 
@@ -107,7 +99,7 @@ def test_retention_keeps_a_checkpoint_that_a_command_reads(
     assert retain() == ["checkpoint_step_2"]
 
 
-def test_a_missing_rank_is_detected(saved: dict[int, Path], tmp_path: Path) -> None:
+def test_a_missing_rank_is_detected(saved, tmp_path):
     shutil.copytree(step_of(saved[2], SPECIAL[0]) / "zero", tmp_path / "zero")
     (lost,) = (tmp_path / "zero").glob("*_rank_1_*optim*")
     lost.unlink()
@@ -115,7 +107,7 @@ def test_a_missing_rank_is_detected(saved: dict[int, Path], tmp_path: Path) -> N
         ZeroFiles(tmp_path / "zero", ranks=2)
 
 
-def test_weights_are_read_without_deepspeed(saved: dict[int, Path]) -> None:
+def test_weights_are_read_without_deepspeed(saved):
     program = """
 import sys
 sys.modules["deepspeed"] = None  # importing it fails
@@ -159,9 +151,7 @@ ADAM = {"optimizer_state_dict": {"state": {}}}
         (MODULE, ADAM | MASTERS | {"param_slice_mappings": [{"a": {"numel": 3, "start": 1}}]}),
     ],
 )
-def test_unexpected_contents_of_a_checkpoint_are_reported(
-    model: dict[str, Any], optimizer: dict[str, Any], tmp_path: Path
-) -> None:
+def test_unexpected_contents_of_a_checkpoint_are_reported(model, optimizer, tmp_path):
     torch.save(model, tmp_path / "mp_rank_00_model_states.pt")
     name = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
     torch.save({"optimizer_state_dict": optimizer}, tmp_path / name)
@@ -181,9 +171,7 @@ def test_unexpected_contents_of_a_checkpoint_are_reported(
         (None, "is no model: it has neither manifest.json"),
     ],
 )
-def test_a_config_larger_than_its_files_is_rejected(
-    tmp_path: Path, config: object, message: str
-) -> None:
+def test_a_config_larger_than_its_files_is_rejected(tmp_path, config, message):
     if config is not None:
         text = config if isinstance(config, str) else json.dumps(config)
         (tmp_path / "config.json").write_text(text)

@@ -1,15 +1,13 @@
 """Runs that are watched, and a machine with eight GPUs, for the tests that name them."""
 
-from pathlib import Path
-
 import nvml_machine
 import pynvml
 import pytest
-from monitor.watched_run import WatchedRun, new_run
+from monitor.watched_run import new_run
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> WatchedRun:
+def run(tmp_path):
     """A run that trains, with every file."""
     run = new_run(tmp_path)
     run.begin()
@@ -17,7 +15,7 @@ def run(tmp_path: Path) -> WatchedRun:
 
 
 @pytest.fixture
-def eight_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> nvml_machine.Machine:
+def eight_gpus(tmp_path, monkeypatch):
     """Eight healthy GPUs, which the real pynvml finds here and in processes started here."""
     machine = nvml_machine.Machine(tmp_path / "nvml", gpus=8)
     monkeypatch.setattr(pynvml, "CDLL", lambda name: nvml_machine.Library())

@@ -167,18 +167,16 @@ LIMITS: list[tuple[str, Callable[[Any], Readings], Sequence[Any]]] = [
 
 
 @pytest.mark.parametrize(("alarm", "found", "values"), LIMITS, ids=[row[0] for row in LIMITS])
-def test_both_sides_of_each_limit(
-    alarm: str, found: Callable[[Any], Readings], values: Sequence[Any]
-) -> None:
+def test_both_sides_of_each_limit(alarm, found, values):
     levels = [found(value)[alarm].level for value in values]
     assert levels == ["bad", *["between"] * (len(values) - 2), "good"]
 
 
-def test_every_alarm_but_those_of_the_watchdog_has_its_limits_tested() -> None:
+def test_every_alarm_but_those_of_the_watchdog_has_its_limits_tested():
     assert {alarm for alarm, _, _ in LIMITS} == set(alarm_rules()) - {"hang", "no_step"}
 
 
-def test_nothing_is_wrong_with_a_machine_and_a_run_that_go_on() -> None:
+def test_nothing_is_wrong_with_a_machine_and_a_run_that_go_on():
     healthy = [of_gpu(), of_system(memory_used_gb=50.0), of_ranks(excess_fraction=0.0)]
     healthy.append(of_run(logged(60, left=5.0), mirror=MIRROR, cost=COST, cost_usd=10.0))
     found = [reading for readings in healthy for reading in readings.values()]
@@ -258,21 +256,19 @@ NOT_STARTED = {"status": "finished", "mirror": MIRROR, "after": 1e5}
         (of_ranks(excess_fraction=0.04), "slow_rank", "between", "others (mostly backward)."),
     ],
 )
-def test_special_cases_and_what_is_said(
-    readings: Readings, alarm: str, level: str | None, words: str
-) -> None:
+def test_special_cases_and_what_is_said(readings, alarm, level, words):
     reading = readings.get(alarm)
     assert (None if reading is None else reading.level) == level
     assert words in (reading.text if reading else "")
 
 
-def test_what_all_gpus_lack_is_how_the_machine_is_built() -> None:
+def test_what_all_gpus_lack_is_how_the_machine_is_built():
     changes = {"nvlinks_active": 0, "pcie_width": 8, "power_limit_watts": 350.0}
     gpus = [gpu(index, power_watts=300.0, **changes) for index in range(4)]
     assert {reading.level for reading in gpu_readings(gpus, is_training=True)} == {"good"}
 
 
-def test_only_gpus_that_should_work_are_idle() -> None:
+def test_only_gpus_that_should_work_are_idle():
     idle = gpu(0, utilization_fraction=0.0)
     assert by_alarm(gpu_readings([idle], is_training=True))["gpu_idle"].level == "bad"
     assert by_alarm(gpu_readings([idle], is_training=False))["gpu_idle"].level == "good"
@@ -280,7 +276,7 @@ def test_only_gpus_that_should_work_are_idle() -> None:
     assert "gpu_idle" not in by_alarm(gpu_readings([nobodys], is_training=True))
 
 
-def test_what_is_unknown_is_no_alarm_and_no_all_clear() -> None:
+def test_what_is_unknown_is_no_alarm_and_no_all_clear():
     for lost in (False, True):
         unknown = GpuSample(host="node1", index=0, lost=lost)
         assert set(by_alarm(gpu_readings([unknown], is_training=True))) == {"gpu_lost"}
@@ -300,7 +296,7 @@ def test_what_is_unknown_is_no_alarm_and_no_all_clear() -> None:
         ([(0.0, 900.0), (3500.0, 500.0), (3600.0, 100.0), (7200.0, 50.0)], 1.0),
     ],
 )
-def test_hours_until_a_disk_is_full(disk: list[DiskPoint], hours: float | None) -> None:
+def test_hours_until_a_disk_is_full(disk, hours):
     assert hours_until_full(disk) == (None if hours is None else pytest.approx(hours))
 
 
@@ -329,9 +325,7 @@ HOT = {"throttle_reasons": ("hw_thermal",), "sm_clock_mhz": 1305, "temperature_c
         ({"host": "node2"}, HOT, {}, "There are no readings of its machine here."),
     ],
 )
-def test_the_cause_of_a_slow_rank(
-    slow: dict[str, Any], changes: dict[str, Any], system: dict[str, Any], words: str
-) -> None:
+def test_the_cause_of_a_slow_rank(slow, changes, system, words):
     gpus = [dataclasses.replace(GPU, index=index, local_rank=index) for index in range(4)]
     gpus[1] = dataclasses.replace(gpus[1], **changes)
     reading = of_ranks(gpus, system, **slow)["slow_rank"]
@@ -356,9 +350,7 @@ VALUES: dict[str, float] = {"good": 0, "between": 0.5, "bad": 1}
         ("bad good good bad good good good", {"ends_after": 2}, ["text 0", "over: text 6"]),
     ],
 )
-def test_when_an_alarm_begins_and_ends(
-    monkeypatch: pytest.MonkeyPatch, levels: str, delays: dict[str, float], expected: list[str]
-) -> None:
+def test_when_an_alarm_begins_and_ends(monkeypatch, levels, delays, expected):
     monkeypatch.setitem(alarm_rules(), "heat", Rule(**delays))  # type: ignore[arg-type]
     standings: dict[Key, Standing] = {}
     texts = []
@@ -369,7 +361,7 @@ def test_when_an_alarm_begins_and_ends(
     assert texts == expected
 
 
-def test_subjects_are_kept_apart_and_without_a_reading_an_alarm_stays() -> None:
+def test_subjects_are_kept_apart_and_without_a_reading_an_alarm_stays():
     bad = [Reading("gpu_lost", name, True, name) for name in ("GPU 1", "GPU 2")]
     standings, events = judge({}, bad, now=0, host="here")
     assert [(event.subject, event.raised, event.severity) for event in events] == [
@@ -386,8 +378,8 @@ def test_subjects_are_kept_apart_and_without_a_reading_an_alarm_stays() -> None:
     assert raised == [("gpu_lost", "GPU 1")]
 
 
-def test_what_an_earlier_start_has_left_raised() -> None:
-    def line(alarm: str, raised: bool) -> dict[str, object]:
+def test_what_an_earlier_start_has_left_raised():
+    def line(alarm, raised):
         return {"kind": "alarm", "alarm": alarm, "subject": "run", "raised": raised}
 
     ended = [line("a", True), line("a", False)]

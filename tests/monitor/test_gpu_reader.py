@@ -1,10 +1,9 @@
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import pynvml
 import pytest
-from nvml_machine import Machine, uuid
+from nvml_machine import uuid
 
 from refocused.monitor.sampler import gpu_reader
 from refocused.monitor.sampler.gpu_reader import (
@@ -21,19 +20,19 @@ UNKNOWN_MEMORY = pynvml.NVML_VALUE_NOT_AVAILABLE_ulonglong.value
 
 
 @pytest.fixture
-def clock() -> list[float]:
+def clock():
     """The time in seconds, which a test moves."""
     return [100.0]
 
 
 @pytest.fixture
-def reader(eight_gpus: Machine, clock: list[float]) -> Iterator[GpuReader]:
+def reader(eight_gpus, clock):
     opened = GpuReader(host="node1", ranks=8, clock=lambda: clock[0])
     yield opened
     opened.close()
 
 
-def test_a_healthy_gpu(reader: GpuReader) -> None:
+def test_a_healthy_gpu(reader):
     found = reader.samples()[3]
     expected = """
         host node1, index 3, local_rank 3, uuid UUID, name NVIDIA H100 80GB HBM3, lost False,
@@ -65,16 +64,14 @@ REMAPPED = {"remapped_corrected": 1, "remapped_uncorrected": 2, "remap_pending":
         ({"process": None}, {"processes": {}}),
     ],
 )
-def test_one_gpu_among_healthy_ones(
-    eight_gpus: Machine, reader: GpuReader, facts: dict[str, object], expected: dict[str, object]
-) -> None:
+def test_one_gpu_among_healthy_ones(eight_gpus, reader, facts, expected):
     eight_gpus.gpu(5, **facts)
     samples = reader.samples()
     assert {name: getattr(samples[5], name) for name in expected} == expected
     assert samples[4].throttle_reasons == ()
 
 
-def test_a_gpu_that_is_lost_is_still_known(eight_gpus: Machine, reader: GpuReader) -> None:
+def test_a_gpu_that_is_lost_is_still_known(eight_gpus, reader):
     assert reader.samples()[7].pcie_width == 16
     eight_gpus.gpu(7, lost=1)
     *others, lost = reader.samples()
@@ -87,7 +84,7 @@ def test_a_gpu_that_is_lost_is_still_known(eight_gpus: Machine, reader: GpuReade
     assert (back.lost, back.pcie_width) == (False, 8)  # what rarely changes is queried anew
 
 
-def test_a_gpu_that_was_lost_before_does_not_hide_whose_the_others_are(eight_gpus: Machine) -> None:
+def test_a_gpu_that_was_lost_before_does_not_hide_whose_the_others_are(eight_gpus):
     eight_gpus.gpu(0, gone=1)
     first, second, *_ = GpuReader(host="node1", ranks=8).samples()
     assert first.lost
@@ -109,10 +106,8 @@ def test_a_gpu_that_was_lost_before_does_not_hide_whose_the_others_are(eight_gpu
         ("field_91", ["nvlinks_total", "nvlinks_active", "nvlink_errors"]),  # has no NVLink
     ],
 )
-def test_what_is_not_supported_is_unknown_and_hides_nothing_else(
-    eight_gpus: Machine, fact: str, fields: list[str]
-) -> None:
-    def unknown() -> set[str]:
+def test_what_is_not_supported_is_unknown_and_hides_nothing_else(eight_gpus, fact, fields):
+    def unknown():
         sample = GpuReader(host="node1", ranks=8).samples()[1]
         return {name for name in sample.__slots__ if getattr(sample, name) is None}
 
@@ -121,9 +116,7 @@ def test_what_is_not_supported_is_unknown_and_hides_nothing_else(
     assert unknown() - before == set(fields)
 
 
-def test_nvlink_and_what_rarely_changes_are_queried_rarely(
-    eight_gpus: Machine, reader: GpuReader, clock: list[float]
-) -> None:
+def test_nvlink_and_what_rarely_changes_are_queried_rarely(eight_gpus, reader, clock):
     assert reader.samples()[0].nvlink_sent_gb_per_second is None
     kib = {"field_138": 90 * 10**9 // 1024, "field_139": 60 * 10**9 // 1024}
     eight_gpus.gpu(0, **kib, field_52=2, field_59=1, field_165_4=0, temperature=70)
@@ -142,9 +135,7 @@ def test_nvlink_and_what_rarely_changes_are_queried_rarely(
 
 
 @pytest.mark.parametrize(("visible", "ranks", "owners"), [("3,1", 4, {3: 0, 1: 1}), ("0", 0, {})])
-def test_the_ranks_gpus_by_cuda_visible_devices(
-    eight_gpus: Machine, visible: str | None, ranks: int, owners: dict[int, int]
-) -> None:
+def test_the_ranks_gpus_by_cuda_visible_devices(eight_gpus, visible, ranks, owners):
     samples = GpuReader(host="node1", visible=visible, ranks=ranks).samples()
     found = {one.index: one.local_rank for one in samples if one.local_rank is not None}
     assert found == owners
@@ -174,18 +165,11 @@ MIXED = [("GPU-aa00", "L4"), ("GPU-ab00", "H100")]
         ([(None, None), *ALIKE[1:]], "0,1", None, [0, 1]),  # an unknown name is no other kind
     ],
 )
-def test_devices_as_cuda_numbers_them(
-    gpus: list[tuple[str | None, str | None]],
-    visible: str | None,
-    cuda_order: str | None,
-    expected: list[int | None],
-) -> None:
+def test_devices_as_cuda_numbers_them(gpus, visible, cuda_order, expected):
     assert visible_devices(gpus, visible=visible, cuda_order=cuda_order) == expected
 
 
-def test_the_driver_is_queried_by_another_process_and_tells_its_versions(
-    eight_gpus: Machine,
-) -> None:
+def test_the_driver_is_queried_by_another_process_and_tells_its_versions(eight_gpus):
     for index in range(6):
         eight_gpus.gpu(index, major=9, minor=0)
     eight_gpus.gpu(3, lost=1)
@@ -206,9 +190,7 @@ def test_the_driver_is_queried_by_another_process_and_tells_its_versions(
         ({"count": 999}, "nvidia-smi"),
     ],
 )
-def test_a_driver_that_does_not_answer_is_a_fault(
-    eight_gpus: Machine, driver: dict[str, int], words: str
-) -> None:
+def test_a_driver_that_does_not_answer_is_a_fault(eight_gpus, driver, words):
     eight_gpus.driver(**driver)
     with pytest.raises(NoGpusError, match=words) as caught:
         GpuReader(host="node1")
@@ -226,15 +208,15 @@ def test_a_driver_that_does_not_answer_is_a_fault(
     ],
 )
 def test_a_driver_that_hangs_or_crashes_harms_its_own_process_alone(
-    monkeypatch: pytest.MonkeyPatch, program: str, kind: type[RefocusedError], words: str
-) -> None:
+    monkeypatch, program, kind, words
+):
     monkeypatch.setattr(gpu_reader, "QUERY", [sys.executable, "-c", program])
     monkeypatch.setattr(gpu_reader, "LIMIT_SECONDS", 1.0)
     with pytest.raises(kind, match=words):
         gpu_capabilities()
 
 
-def test_a_machine_without_a_driver_has_no_gpus_and_no_fault() -> None:
+def test_a_machine_without_a_driver_has_no_gpus_and_no_fault():
     program = (
         "import pynvml, refocused.monitor.sampler.gpu_reader as gpu\n"
         "pynvml.CDLL = lambda name: (_ for _ in ()).throw(OSError(name))\n"

@@ -54,7 +54,7 @@ class Run:
         return 0.0
 
 
-def test_a_hang_is_seen_when_the_limit_is_over() -> None:
+def test_a_hang_is_seen_when_the_limit_is_over():
     assert training(None).wait(2 * LEAST_SECONDS) == pytest.approx(LEAST_SECONDS, abs=5)
     assert training(1.0).wait(100) == pytest.approx(60, abs=5)
     slow = training(None, seconds=60.0)
@@ -69,7 +69,7 @@ def test_a_hang_is_seen_when_the_limit_is_over() -> None:
         *(("validation", 30, 180.0), ("save", 30, OTHER_SECONDS), ("ending", 30, OTHER_SECONDS)),
     ],
 )
-def test_every_activity_has_its_limit(activity: Activity, steps: int, allowed: float) -> None:
+def test_every_activity_has_its_limit(activity, steps, allowed):
     run = training(1.0, steps=steps)  # the first ones may compile
     for rank in run.ranks.values():
         rank.change(activity=activity)
@@ -80,7 +80,7 @@ def test_every_activity_has_its_limit(activity: Activity, steps: int, allowed: f
         assert longest_wait(minutes) > max(limits)
 
 
-def test_a_rank_that_does_not_beat_is_given_no_more_time_in_a_save() -> None:
+def test_a_rank_that_does_not_beat_is_given_no_more_time_in_a_save():
     run = training(1.0)
     for rank in run.ranks.values():
         rank.change(activity="save")
@@ -88,7 +88,7 @@ def test_a_rank_that_does_not_beat_is_given_no_more_time_in_a_save() -> None:
     assert run.wait(100) == pytest.approx(60, abs=5)
 
 
-def test_the_limit_is_that_of_the_rank_for_which_the_others_wait() -> None:
+def test_the_limit_is_that_of_the_rank_for_which_the_others_wait():
     run = training(1.0)
     run.ranks[1].change(activity="save", call="gather")
     assert 0 < run.wait(100) < 65
@@ -98,21 +98,21 @@ def test_the_limit_is_that_of_the_rank_for_which_the_others_wait() -> None:
     assert run.wait(OTHER_SECONDS - 10) == 0.0
 
 
-def test_one_rank_that_goes_on_is_progress() -> None:
+def test_one_rank_that_goes_on_is_progress():
     run = training(1.0)
     for _ in range(200):
         run.ranks[0].change()
         assert run.wait(5) == 0.0
 
 
-def test_a_machine_that_was_suspended_as_a_whole_does_not_hang() -> None:
+def test_a_machine_that_was_suspended_as_a_whole_does_not_hang():
     run = training(1.0)
     run.now += 24 * 3600
     assert run.wait(50) == 0.0
     assert run.wait(20) > 0.0
 
 
-def test_batches_that_never_come_are_a_hang() -> None:
+def test_batches_that_never_come_are_a_hang():
     run, began = training(1.0), 1060.0
     while not run.idle:
         for rank in run.ranks.values():
@@ -135,9 +135,7 @@ def a_run_of_10_000_steps(chance: random.Random) -> Iterator[tuple[Activity, flo
             yield "save", chance.uniform(1, 1500), False
 
 
-def test_ten_thousand_steps_with_validations_saves_and_slow_data_raise_no_alarm(
-    chance: random.Random,
-) -> None:
+def test_ten_thousand_steps_with_validations_saves_and_slow_data_raise_no_alarm(chance):
     run, number = Run(None), 0
     for activity, seconds, calls_go_on in a_run_of_10_000_steps(chance):
         for rank in run.ranks.values():
@@ -188,16 +186,14 @@ OTHER: dict[str, Any] = {"collectives": ("gloo:broadcast number 6 of group 0, si
         ({}, "none", ()),
     ],
 )
-def test_the_missing_rank_is_named(
-    odd: dict[int, dict[str, Any]], cause: str, missing: tuple[int, ...]
-) -> None:
+def test_the_missing_rank_is_named(odd, cause, missing):
     found = explain([seen(rank, **odd.get(rank, {})) for rank in range(8)])
     assert (found.cause, tuple(one.rank for one in found.missing)) == (cause, missing)
     assert all(f"ank {rank}" in found.text for rank in missing[:1])
     assert (cause == "network") == ("between host0 and 10.0.0.7" in found.text)
 
 
-def test_the_report_groups_the_ranks_that_wait() -> None:
+def test_the_report_groups_the_ranks_that_wait():
     ranks = [seen(rank, **({"state": "T"} if rank == 700 else {})) for rank in range(1024)]
     lines = report(ranks, explain(ranks), 62, 60, 6, "F").splitlines()
     assert "Rank 700 on host175 (process 800) is missing: it is stopped (state T" in lines[1]
@@ -217,7 +213,7 @@ Thread 0x00007f0000000002 (most recent call first):
 """
 
 
-def test_frames_of_the_main_thread_are_found_in_the_stacks() -> None:
+def test_frames_of_the_main_thread_are_found_in_the_stacks():
     frames = main_frames(STACKS, 0x7F0000000002)
     expected = "torch/distributed/c10d.py:9 in all_reduce", "refocused/train/step/loop.py:145"
     assert frames == (expected[0], f"{expected[1]} in take_step")

@@ -74,9 +74,7 @@ def full_run(folder: Path, *, name: str = "one", notes: Sequence[str] = ()) -> W
 
 
 @pytest.mark.parametrize(("size", "curves"), [((80, 24), "beside"), ((200, 60), "above")])
-def test_everything_is_on_the_screen_and_follows_the_files(
-    tmp_path: Path, size: tuple[int, int], curves: str
-) -> None:
+def test_everything_is_on_the_screen_and_follows_the_files(tmp_path, size, curves):
     run, is_tall = full_run(tmp_path, notes=["word " * 40 + "end"]), size[1] >= 30
     run.alarm(name="gpu_throttle", critical=False)
     run.alarm(name="gpu_lost")
@@ -88,7 +86,7 @@ def test_everything_is_on_the_screen_and_follows_the_files(
     run.line("performance_metrics", NOW - 10, {"kind": "time", "step": 1000, **work})
     run.line("events", NOW - 4, {"kind": "sample", "text": "", "sample": "def f(\n  x"})
 
-    async def story(watcher: Watcher) -> None:
+    async def story(watcher):
         lines = watcher.lines
         bars = {line.split()[0]: line for line in lines if "\u2588" in line and "%" in line}
         assert ("GPU mem" in bars["run"]) == (not is_tall)
@@ -126,9 +124,7 @@ def test_everything_is_on_the_screen_and_follows_the_files(
         (50.0, "95%", "red"),
     ],
 )
-def test_the_bar_of_the_disk_is_what_is_taken_of_it(
-    tmp_path: Path, free_gb: float, text: str, style: str
-) -> None:
+def test_the_bar_of_the_disk_is_what_is_taken_of_it(tmp_path, free_gb, text, style):
     system = SystemSample("node1", disk_free_gb=free_gb, disk_total_gb=1000.0)
     view = dataclasses.replace(full_run(tmp_path).view(), systems=[system], gpus=[GPU])
     [line] = gauge_lines(view, width=160, rows=1)
@@ -139,14 +135,14 @@ def test_the_bar_of_the_disk_is_what_is_taken_of_it(
     assert styles == {"cyan", style}  # a busy GPU is no trouble
 
 
-def test_the_keys_open_what_the_help_says(tmp_path: Path) -> None:
+def test_the_keys_open_what_the_help_says(tmp_path):
     run, pid = full_run(tmp_path, name="first"), os.getpid()
     here = dataclasses.replace(GPU, host=socket.gethostname(), processes={pid: 48.2})
     for name in ("gpu_nvlink", "gpu_lost"):
         run.alarm(name=name)
     run.alarm(name="gpu_nvlink", raised=False)
 
-    async def story(watcher: Watcher) -> None:
+    async def story(watcher):
         keys = [key.split()[0] for key in watcher.lines[-1].split("  ") if key.strip()]
         await watcher.press("question_mark")
         for key in keys:
@@ -186,12 +182,12 @@ def test_the_keys_open_what_the_help_says(tmp_path: Path) -> None:
     watch(story, run, full_run(tmp_path, name="second"), size=(120, 40))
 
 
-def test_a_screen_without_room_says_what_is_left_out(tmp_path: Path) -> None:
+def test_a_screen_without_room_says_what_is_left_out(tmp_path):
     run = full_run(tmp_path)
     run.gpus(*(dataclasses.replace(GPU, index=index) for index in range(16)))
     long = "the machine needs a reboot, and whoever rents it out has to do that: ask for another"
 
-    async def story(watcher: Watcher) -> None:
+    async def story(watcher):
         assert "and 9 more GPUs" in watcher.lines[-3] and "save 900" in watcher.lines[-2]
         await watcher.resize(80, 30)
         run.alarm(name=long)
@@ -209,14 +205,14 @@ def test_a_screen_without_room_says_what_is_left_out(tmp_path: Path) -> None:
     watch(story, run)
 
 
-def test_why_a_run_failed_is_shown_whole_and_why_there_are_no_gpus_once(tmp_path: Path) -> None:
+def test_why_a_run_failed_is_shown_whole_and_why_there_are_no_gpus_once(tmp_path):
     run, note = new_run(tmp_path), "This machine has no NVIDIA driver."
     run.begin(run="one", status="failed", exit_code=1)
     run.line("events", NOW - 5, {"kind": "failed", "error": ERROR})
     run.line("gpu_metrics", NOW - 5, as_record(SystemSample(host="node1", gpu_note=note)))
     run.line("events", NOW - 60, {"kind": "warning", "text": note})
 
-    async def story(watcher: Watcher) -> None:
+    async def story(watcher):
         assert " ".join(line.strip() for line in watcher.lines[1:3]) == ERROR
         assert watcher.words.count(note) == 1
 
@@ -224,10 +220,10 @@ def test_why_a_run_failed_is_shown_whole_and_why_there_are_no_gpus_once(tmp_path
 
 
 @pytest.mark.parametrize("ascii_only", [False, True])
-def test_long_lines_are_visibly_cut_and_markup_is_shown(tmp_path: Path, ascii_only: bool) -> None:
+def test_long_lines_are_visibly_cut_and_markup_is_shown(tmp_path, ascii_only):
     mark = "..." if ascii_only else "\u2026"
 
-    async def story(watcher: Watcher) -> None:
+    async def story(watcher):
         lines = watcher.lines
         assert any("xxx" in line and line.rstrip().endswith(f"x{mark}") for line in lines)
         # What a run may cost is never shown by half of its digits.
@@ -238,11 +234,11 @@ def test_long_lines_are_visibly_cut_and_markup_is_shown(tmp_path: Path, ascii_on
     watch(story, full_run(tmp_path, notes=notes), size=(80, 30), ascii_only=ascii_only)
 
 
-def test_ascii_is_ascii_in_every_cell(tmp_path: Path) -> None:
+def test_ascii_is_ascii_in_every_cell(tmp_path):
     run = full_run(tmp_path, notes=["caf\u00e9 \u26a0"])
     run.line("training_metrics", NOW, {"kind": "validation", "step": 1000, "validation_loss": 3.2})
 
-    async def story(watcher: Watcher) -> None:
+    async def story(watcher):
         for key in ("", "r", "a", "p", "question_mark"):
             await watcher.press(*([key] if key else []))
             text = "".join(watcher.lines)
@@ -254,13 +250,13 @@ def test_ascii_is_ascii_in_every_cell(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("losses", [[], [None], [3.0]])
-def test_any_size_and_few_values_are_survived(tmp_path: Path, losses: list[float | None]) -> None:
+def test_any_size_and_few_values_are_survived(tmp_path, losses):
     run = new_run(tmp_path)
     for step, loss in enumerate(losses):
         run.line("training_metrics", NOW, {"kind": "step", "step": step, "loss": loss})
         run.line("training_metrics", NOW, {"kind": "validation", "step": step})
 
-    async def story(watcher: Watcher) -> None:
+    async def story(watcher):
         for size in ((40, 12), (300, 80), (81, 25)):
             await watcher.resize(*size)
         assert "STARTING" in watcher.lines[0]

@@ -1,6 +1,5 @@
 import os
 import types
-from pathlib import Path
 
 import psutil
 import pytest
@@ -10,8 +9,8 @@ from refocused.monitor.sampler.machine_readings import FreeMemory, SystemReader,
 MB = 10**6
 
 
-def test_rates_are_since_the_last_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def moved(received_mb: int, sent_mb: int) -> types.SimpleNamespace:
+def test_rates_are_since_the_last_reading(tmp_path, monkeypatch):
+    def moved(received_mb, sent_mb):
         return types.SimpleNamespace(bytes_recv=received_mb * MB, bytes_sent=sent_mb * MB)
 
     disk = types.SimpleNamespace(read_bytes=0, write_bytes=0)
@@ -33,7 +32,7 @@ def test_rates_are_since_the_last_reading(tmp_path: Path, monkeypatch: pytest.Mo
     assert third.network_received_mb_per_second is third.disk_read_mb_per_second is None
 
 
-def test_this_machine(tmp_path: Path) -> None:
+def test_this_machine(tmp_path):
     sample = SystemReader(tmp_path, host="here", gpus=None, gpu_note="none").sample()
     assert sample.cpu_cores == os.cpu_count()
     assert sample.cpu_fraction is not None and 0 <= sample.cpu_fraction <= 1
@@ -63,8 +62,8 @@ def test_this_machine(tmp_path: Path) -> None:
     ],
 )
 def test_the_limit_of_any_group_around_us_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, groups: str, folder: str, limit: str, used: str
-) -> None:
+    tmp_path, monkeypatch, groups, folder, limit, used
+):
     machine = types.SimpleNamespace(total=65_536, available=61_440)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: machine)
     monkeypatch.setattr(psutil, "swap_memory", lambda: types.SimpleNamespace(used=7))

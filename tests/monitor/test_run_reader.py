@@ -2,11 +2,10 @@
 
 import dataclasses
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
-from monitor.watched_run import GPU, NOW, STEP_SECONDS, WatchedRun, iso, new_run
+from monitor.watched_run import GPU, NOW, STEP_SECONDS, iso, new_run
 
 from refocused.monitor.readings import as_record
 from refocused.monitor.run_reader import METRICS_BYTES, RECENT_STEPS, RunReader, RunView
@@ -39,7 +38,7 @@ def printed(view: RunView) -> list[str]:
     return [line.plain for line in all_lines(view, events=2)]
 
 
-def test_a_run_with_every_file_is_printed(tmp_path: Path) -> None:
+def test_a_run_with_every_file_is_printed(tmp_path):
     run = new_run(tmp_path)
     run.begin()
     bare = printed(run.view())
@@ -81,7 +80,7 @@ def test_a_run_with_every_file_is_printed(tmp_path: Path) -> None:
     assert not {"steps", "validations"} & set(record)
 
 
-def test_time_and_money_of_a_live_run_go_on_from_its_last_line(run: WatchedRun) -> None:
+def test_time_and_money_of_a_live_run_go_on_from_its_last_line(run):
     view = run.view()
     assert (view.status, view.step, view.is_live) == ("training", 1000, True)
     assert view.seconds_trained == pytest.approx(1500 + 10)
@@ -92,9 +91,7 @@ def test_time_and_money_of_a_live_run_go_on_from_its_last_line(run: WatchedRun) 
 
 
 @pytest.mark.parametrize("status", ["training", "failed", "stopped"])
-def test_what_is_left_of_a_run_that_ended_early_counts_from_its_checkpoint(
-    run: WatchedRun, status: str
-) -> None:
+def test_what_is_left_of_a_run_that_ended_early_counts_from_its_checkpoint(run, status):
     run.state(step=1000, status=status, age=7200.0)
     view = run.view(alive=False)
     assert view.status == ("crashed" if status == "training" else status)
@@ -117,9 +114,7 @@ def test_what_is_left_of_a_run_that_ended_early_counts_from_its_checkpoint(
 
 
 @pytest.mark.parametrize(("alive", "left"), [(True, None), (False, 1100 * STEP_SECONDS)])
-def test_before_a_sessions_first_line_the_earlier_speed_is_not_shown(
-    run: WatchedRun, alive: bool, left: float | None
-) -> None:
+def test_before_a_sessions_first_line_the_earlier_speed_is_not_shown(run, alive, left):
     run.state(step=1000, status="training", just_begun=True)
     view = run.view(alive=alive)
     assert (view.last_step, len(view.steps)) == (None, 100)  # the curves are there
@@ -136,8 +131,8 @@ def test_before_a_sessions_first_line_the_earlier_speed_is_not_shown(
     ],
 )
 def test_a_run_is_silent_when_nothing_is_written_or_the_watchdog_says_so(
-    tmp_path: Path, facts: dict[str, Any], seconds: float, status: str
-) -> None:
+    tmp_path, facts, seconds, status
+):
     run = new_run(tmp_path)
     run.begin(**facts)
     assert run.view(after=seconds - 10).status == status
@@ -147,7 +142,7 @@ def test_a_run_is_silent_when_nothing_is_written_or_the_watchdog_says_so(
     assert run.view(after=seconds).status == "silent"
 
 
-def test_damaged_files_cost_only_what_is_damaged(run: WatchedRun) -> None:
+def test_damaged_files_cost_only_what_is_damaged(run):
     run.gpus(GPU)
     damage = {"power_watts": "x", "lost": [1], "time": "yesterday"}
     run.line("gpu_metrics", NOW, as_record(dataclasses.replace(GPU, index=1)) | damage)
@@ -173,9 +168,7 @@ def test_damaged_files_cost_only_what_is_damaged(run: WatchedRun) -> None:
         (None, "Is a directory"),
     ],
 )
-def test_a_state_that_cannot_be_read_is_reported_and_all_else_is_shown(
-    run: WatchedRun, content: bytes | None, trouble: str
-) -> None:
+def test_a_state_that_cannot_be_read_is_reported_and_all_else_is_shown(run, content, trouble):
     run.gpus(GPU)
     run.alarm()
     validation = {"kind": "validation", "step": 1000, "validation_loss": 3.05}
@@ -203,7 +196,7 @@ def numbers(view: RunView) -> list[int]:
 
 
 @pytest.mark.parametrize("recent_only", [False, True])
-def test_a_reader_follows_what_is_written(tmp_path: Path, recent_only: bool) -> None:
+def test_a_reader_follows_what_is_written(tmp_path, recent_only):
     run = new_run(tmp_path)
     reader = RunReader(run.folder, recent_only=recent_only)
     view = reader.read(NOW)
@@ -227,9 +220,7 @@ def test_a_reader_follows_what_is_written(tmp_path: Path, recent_only: bool) -> 
     assert numbers(reader.read(NOW)) == [10, 15]
 
 
-def test_alarms_read_the_end_of_a_long_file_and_the_readings_of_other_machines(
-    tmp_path: Path,
-) -> None:
+def test_alarms_read_the_end_of_a_long_file_and_the_readings_of_other_machines(tmp_path):
     run = new_run(tmp_path)
     run.metrics(range(1, 3000), last=3000)
     file = run.folder / "logs" / "training_metrics.jsonl"

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -55,13 +55,11 @@ class Site:
 
 
 @pytest.fixture
-def site(tmp_path: Path, eight_gpus: Machine) -> Site:
+def site(tmp_path, eight_gpus):
     return Site(tmp_path, eight_gpus)
 
 
-def test_alarms_begin_and_end_and_a_new_start_looks_for_itself(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_alarms_begin_and_end_and_a_new_start_looks_for_itself(site, monkeypatch):
     for alarm in ("gpu_temperature", "gpu_throttle"):
         at_once = dataclasses.replace(alarm_rules()[alarm], begins_after=0.0, ends_after=0.0)
         monkeypatch.setitem(alarm_rules(), alarm, at_once)
@@ -89,7 +87,7 @@ def test_alarms_begin_and_end_and_a_new_start_looks_for_itself(
     assert site.alarms[8:] == [("gpu_ecc", "2", True)]
 
 
-def test_the_first_machine_watches_the_run_and_the_others_files_are_their_own(site: Site) -> None:
+def test_the_first_machine_watches_the_run_and_the_others_files_are_their_own(site):
     write_state(site.run / "state.json", {"status": "training", "step": 1})
     metrics = JsonLines(site.run / "logs" / "training_metrics.jsonl")
     first, second = (Sampler(site.settings(node=node)) for node in (0, 1))
@@ -102,9 +100,7 @@ def test_the_first_machine_watches_the_run_and_the_others_files_are_their_own(si
 
 
 @pytest.mark.slow
-def test_the_watchdog_tells_whether_a_rank_hangs_and_what_it_does(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_watchdog_tells_whether_a_rank_hangs_and_what_it_does(site, monkeypatch):
     monkeypatch.setattr(hangs, "LEAST_SECONDS", 0.2)
     monkeypatch.setattr(watchdog, "POLL_SECONDS", 0.02)
     write_state(site.run / "state.json", {"status": "training", "step": 1})
@@ -115,7 +111,7 @@ def test_the_watchdog_tells_whether_a_rank_hangs_and_what_it_does(
     progress.step(1)  # or the sampler would wait for it
     sampler = Sampler(site.settings(places=(place,), hang_minutes=0))
 
-    def hangs_after_a_round() -> bool:
+    def hangs_after_a_round():
         sampler.round()
         return ("no_step", "run", True) in site.alarms
 
@@ -131,7 +127,7 @@ def test_the_watchdog_tells_whether_a_rank_hangs_and_what_it_does(
     until(lambda: sampler.round() or site.alarms[-1] == ("no_step", "run", False))
 
 
-def test_without_a_rank_nothing_is_said_of_a_run(site: Site) -> None:
+def test_without_a_rank_nothing_is_said_of_a_run(site):
     write_state(site.run / "state.json", {"status": "training", "step": 1})
     site.machine.gpu(7, lost=1)
     alone = SamplerSettings(run=site.run, training=None)
@@ -148,9 +144,7 @@ def test_without_a_rank_nothing_is_said_of_a_run(site: Site) -> None:
         (pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH, "sampler_warning", "Restart the machine"),
     ],
 )
-def test_a_machine_without_a_driver_is_watched_without_gpus(
-    site: Site, code: int, kind: str, words: str
-) -> None:
+def test_a_machine_without_a_driver_is_watched_without_gpus(site, code, kind, words):
     site.machine.driver(init=code)
     sampler = Sampler(site.settings())
     sampler.round()
@@ -163,9 +157,7 @@ def test_a_machine_without_a_driver_is_watched_without_gpus(
     assert words in event["text"]
 
 
-def test_a_round_that_fails_is_logged_once_and_costs_no_other(
-    site: Site, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_round_that_fails_is_logged_once_and_costs_no_other(site, monkeypatch, caplog):
     sampler = Sampler(site.settings())
     with monkeypatch.context() as broken:
         broken.setattr(gpu_reader.GpuReader, "samples", lambda self: 1 / 0)
@@ -191,15 +183,13 @@ class Rank:
 
 
 @pytest.fixture
-def rank() -> Iterator[Rank]:
+def rank():
     started = Rank()
     yield started
     started.kill()
 
 
-def test_the_process_ends_with_its_rank_says_that_it_was_killed_and_keeps_the_secret(
-    site: Site, rank: Rank
-) -> None:
+def test_the_process_ends_with_its_rank_says_that_it_was_killed_and_keeps_the_secret(site, rank):
     write_state(site.run / "state.json", {"status": "training", "step": 12})
     command = f"env > {site.run}/environment; cat > {site.run}/got # SECRET"
     pid = start_sampler.start_sampler(site.settings(rank.identity, on_alarm=command))
@@ -220,7 +210,7 @@ def test_the_process_ends_with_its_rank_says_that_it_was_killed_and_keeps_the_se
 
 
 @pytest.mark.slow
-def test_of_two_on_a_machine_one_samples(site: Site, rank: Rank) -> None:
+def test_of_two_on_a_machine_one_samples(site, rank):
     """The sampler of a start that was killed ends; that of the next one goes on for it."""
     later = Rank()
     first = start_sampler.start_sampler(site.settings(rank.identity))
@@ -249,13 +239,7 @@ def test_of_two_on_a_machine_one_samples(site: Site, rank: Rank) -> None:
         ({}, 0.0, None),  # where it is wanted
     ],
 )
-def test_the_sampler_that_a_rank_starts(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    changes: dict[str, Any],
-    seconds: float,
-    ranks: int | None,
-) -> None:
+def test_the_sampler_that_a_rank_starts(tmp_path, monkeypatch, changes, seconds, ranks):
     started: list[SamplerSettings] = []
     monkeypatch.setattr(start_sampler, "start_sampler", started.append)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
@@ -272,9 +256,7 @@ def test_the_sampler_that_a_rank_starts(
     assert len(started) == (ranks is not None)
 
 
-def test_a_sampler_that_cannot_be_started_is_reported_and_training_goes_on(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_sampler_that_cannot_be_started_is_reported_and_training_goes_on(tmp_path, caplog):
     (tmp_path / "logs").write_text("in the way")
     start_sampler.start_sampling(tmp_path, World(), log=LogConfig(), cost=COST)
     assert "sampler of GPUs and machine could not be started" in caplog.text
@@ -301,7 +283,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+def server(monkeypatch):
     monkeypatch.setattr(alarms, "PAUSES_SECONDS", (0.01, 0.01))
     with Server(("127.0.0.1", 0), Handler) as found:
         found.got, found.open = [], threading.Event()
@@ -315,7 +297,7 @@ def address(server: Server) -> str:
     return f"http://user:pass@127.0.0.1:{server.server_port}/SECRET?key=SECRET"
 
 
-def test_critical_alarms_of_a_run_are_posted(site: Site, server: Server) -> None:
+def test_critical_alarms_of_a_run_are_posted(site, server):
     write_state(site.run / "state.json", {"status": "training", "run": "one", "step": 7})
     sampler = Sampler(site.settings(on_alarm=address(server)))
     for facts in ({"lost": 1}, {"lost": 0}, {"lost": 1, "remap_pending": 1}):
@@ -352,9 +334,7 @@ def send(target: str, *events: tuple[bool | None, float], done: Callable[[], boo
         ([(False, 0), (True, 1)], [False, True]),  # first, the clearing of an earlier session's
     ],
 )
-def test_a_flapping_alarm_is_sent_seldom(
-    tmp_path: Path, events: list[tuple[bool | None, float]], expected: list[bool]
-) -> None:
+def test_a_flapping_alarm_is_sent_seldom(tmp_path, events, expected):
     send(f"cat >> {tmp_path}/got; echo >> {tmp_path}/got", *events, done=lambda: True)
     got = [json.loads(line) for line in (tmp_path / "got").read_text().splitlines()]
     assert [one["raised"] for one in got] == expected
@@ -370,12 +350,8 @@ def test_a_flapping_alarm_is_sent_seldom(
     ],
 )
 def test_a_failure_delays_no_end_and_is_logged_once_without_the_address(
-    server: Server,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    kind: str,
-    reason: str,
-) -> None:
+    server, monkeypatch, caplog, kind, reason
+):
     if kind == "refuses":
         server.status = 300
         server.open.set()

@@ -6,7 +6,6 @@ import math
 import re
 import shutil
 import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -72,7 +71,7 @@ setTimeout(() => {
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> WatchedRun:
+def run(tmp_path):
     """A finished run with a hostile name, with saves, samples, alarms and troubles."""
     run = new_run(tmp_path)
     facts = {"exit_code": 0, "validation_loss": 2.0, "run": f"one {HOSTILE}"}
@@ -109,7 +108,7 @@ def summary_of(run: WatchedRun) -> dict[str, str]:
     return {cell[0]: cell[1] for cell in cells if len(cell) == 2}
 
 
-def test_the_rows_and_the_last_troubles_say_what_the_files_say(run: WatchedRun) -> None:
+def test_the_rows_and_the_last_troubles_say_what_the_files_say(run):
     rows = summary_of(run)
     expected = {
         "status": "finished, exit code 0",
@@ -141,7 +140,7 @@ def embedded(page: str) -> list[dict[str, Any]]:
     return runs
 
 
-def test_a_page_embeds_the_run_and_nothing_of_it_escapes(run: WatchedRun) -> None:
+def test_a_page_embeds_the_run_and_nothing_of_it_escapes(run):
     write_summary(run.folder, run.view())
     (content,) = embedded((run.folder / "summary.html").read_text())
     assert content["name"] == f"one {HOSTILE}"
@@ -156,9 +155,7 @@ def test_a_page_embeds_the_run_and_nothing_of_it_escapes(run: WatchedRun) -> Non
 
 
 @pytest.mark.parametrize("files", ["none", "no steps", "not finite"])
-def test_of_a_run_of_which_little_is_known_there_is_a_summary_too(
-    tmp_path: Path, files: str
-) -> None:
+def test_of_a_run_of_which_little_is_known_there_is_a_summary_too(tmp_path, files):
     run = new_run(tmp_path)
     if files != "none":
         run.state(step=0, status="failed", loss=None, total_steps=None)
@@ -173,7 +170,7 @@ def test_of_a_run_of_which_little_is_known_there_is_a_summary_too(
     assert made - {"lines", "loss.png", "state.json"} == {"SUMMARY.md", "summary.html"}
 
 
-def test_one_page_compares_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_page_compares_runs(tmp_path, capsys):
     folders = []
     for name in ("one", "two"):
         other = new_run(tmp_path / name)
@@ -192,8 +189,8 @@ MINUTE = NOW // 60 * 60
 
 
 def test_gpu_readings_are_gathered_by_the_minute_also_those_of_a_part_of_a_long_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     run, logs = new_run(tmp_path), tmp_path / "one" / "logs"
     assert read_gpu_minutes(logs) == []
     for at, changes in (
@@ -230,7 +227,7 @@ def points(*values: float | None) -> list[StepMetrics]:
     return [StepMetrics(step, loss=value) for step, value in enumerate(values, 1)]
 
 
-def test_a_long_line_is_thinned_by_means_and_keeps_its_gaps() -> None:
+def test_a_long_line_is_thinned_by_means_and_keeps_its_gaps():
     places, values = line_of(points(2.0, None, math.nan), "loss")
     assert (places, values[0]) == ([1, 2, 3], 2.0)
     assert all(map(math.isnan, values[1:]))
@@ -241,7 +238,7 @@ def test_a_long_line_is_thinned_by_means_and_keeps_its_gaps() -> None:
     assert all(map(math.isnan, values))
 
 
-def test_long_curves_keep_their_extremes_and_their_end() -> None:
+def test_long_curves_keep_their_extremes_and_their_end():
     points = [StepMetrics(n, time=7200.0 + n, loss=2.0 + n % 2) for n in range(1, 100_001)]
     points[50_000] = StepMetrics(50_001, time=57_201.0, loss=9.5)
     points[60_000] = StepMetrics(60_001, time=67_201.0, loss=math.nan)
@@ -254,7 +251,7 @@ def test_long_curves_keep_their_extremes_and_their_end() -> None:
     assert columns([], *CURVES) == {} and columns([StepMetrics(3)], *CURVES) == {"step": [3]}
 
 
-def test_the_first_steps_do_not_set_the_scale() -> None:
+def test_the_first_steps_do_not_set_the_scale():
     falling = [100.0] * 3 + [3.0 - step / 100 for step in range(3, 100)]
     low, high = limits(line_of(points(*falling), "loss"), ([], []))
     assert (low, high) == (pytest.approx(2.01 - 0.047), pytest.approx(2.95 + 0.047))
@@ -266,9 +263,7 @@ def test_the_first_steps_do_not_set_the_scale() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
 @pytest.mark.parametrize("size", ["1280,900", "500,800"])
-def test_a_browser_draws_the_page_without_a_network(
-    run: WatchedRun, tmp_path: Path, size: str
-) -> None:
+def test_a_browser_draws_the_page_without_a_network(run, tmp_path, size):
     write_summary(run.folder, run.view())
     page = (run.folder / "summary.html").read_text()
     driven = tmp_path / "driven.html"

@@ -18,9 +18,7 @@ MONITOR = [sys.executable, "-m", "refocused.commands.monitor"]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
-def test_the_screen_in_a_browser_needs_the_token_and_ends_with_its_server(
-    tmp_path: Path, end: signal.Signals
-) -> None:
+def test_the_screen_in_a_browser_needs_the_token_and_ends_with_its_server(tmp_path, end):
     pytest.importorskip("textual_serve")
     new_run(tmp_path / "runs").begin(run="one")
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -81,9 +79,7 @@ async def _use(
         assert children and not psutil.wait_procs(children, timeout=30)[1]
 
 
-def test_a_port_in_use_is_named_and_no_address_is_printed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_port_in_use_is_named_and_no_address_is_printed(tmp_path, capsys):
     pytest.importorskip("textual_serve")
     run = new_run(tmp_path)
     run.begin()
@@ -94,9 +90,7 @@ def test_a_port_in_use_is_named_and_no_address_is_printed(
     assert printed.out == "" and f"Port {port} cannot be used" in printed.err
 
 
-def test_without_the_package_its_installation_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_the_package_its_installation_is_named(tmp_path, monkeypatch, capsys):
     run = new_run(tmp_path)
     run.begin()
     for module in ("textual_serve.server", "refocused.monitor.screen.web_server"):
