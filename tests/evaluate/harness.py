@@ -49,7 +49,7 @@ TASKS: dict[str, dict[str, Any]] = {
 }
 
 
-def bytes_model() -> tuple[Any, Any]:
+def bytes_model():
     """A GPT-2 of bytes."""
     ids = {"vocab_size": 257, "bos_token_id": 256, "eos_token_id": 256}
     config = transformers.GPT2Config(n_positions=CONTEXT, n_embd=24, n_layer=2, n_head=3, **ids)
@@ -57,7 +57,7 @@ def bytes_model() -> tuple[Any, Any]:
     return _filled(transformers.GPT2LMHeadModel, config), _tokenizer(content, 256)
 
 
-def words_model() -> tuple[Any, Any]:
+def words_model():
     """A GPT-NeoX of a few words, with some correct guesses."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -82,11 +82,11 @@ def words_model() -> tuple[Any, Any]:
 MODELS = {"bytes": bytes_model, "words": words_model}
 
 
-def _tokenizer(content: bytes, end_of_text_id: int) -> Any:
+def _tokenizer(content, end_of_text_id):
     return as_transformers(content, end_of_text_id=end_of_text_id, max_length=CONTEXT)
 
 
-def _filled(kind: Any, config: Any) -> Any:
+def _filled(kind, config):
     """Set weights that do not depend on the versions of libraries."""
     network = kind(config)
     draw = np.random.RandomState(7)
@@ -99,7 +99,7 @@ def _filled(kind: Any, config: Any) -> Any:
     return network.eval()
 
 
-def ask(model: str, items: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+def ask(model, items):
     """Evaluate a model with lm-evaluation-harness; return its measures by task."""
     import datasets
     from lm_eval import evaluator
@@ -130,7 +130,7 @@ def ask(model: str, items: dict[str, list[dict[str, Any]]]) -> dict[str, dict[st
     return {name: _kept(asked, f"own_{name}") for name in items}
 
 
-def _kept(asked: Any, task: str) -> dict[str, Any]:
+def _kept(asked, task):
     """Keep a task's measures, and the log-probability of every ending, item by item."""
     found = asked["results"][task]
     samples = sorted(asked["samples"][task], key=lambda sample: sample["doc_id"])
@@ -142,7 +142,7 @@ def _kept(asked: Any, task: str) -> dict[str, Any]:
     return kept | {"log_probabilities": sums}
 
 
-def main() -> None:
+def main():
     import lm_eval
 
     items = json.loads(SCORES.read_text())["items"]

@@ -2,7 +2,6 @@
 
 import functools
 from pathlib import Path
-from typing import Any
 
 import torch
 from small_families import SHAPES
@@ -19,12 +18,12 @@ FAMILIES = {name: shape for name, shape in SHAPES.items() if name != "llama"}
 
 
 @functools.cache
-def bytes_tokenizer() -> Any:
+def bytes_tokenizer():
     content = tokenizer_file(TokenizerChoice("bytes"), vocabulary=ROWS)
     return as_transformers(content, end_of_text_id=None, max_length=CONTEXT)
 
 
-def small_model(family: str = "gpt2", *, spread: float = 0.2, **shape: Any) -> LoadedModel:
+def small_model(family="gpt2", *, spread=0.2, **shape):
     """Build a model with weights wide enough for varied choices."""
     settings = FAMILIES[family] | {"initializer_range": spread} | shape
     config = transformers_config(settings, vocabulary=ROWS, dropout=0.0)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from pathlib import Path
 from typing import Any, Literal
 
 import small_families
@@ -18,7 +17,7 @@ GROUPED = WIDTHS | {"num_key_value_heads": 1}
 GPT2 = {"vocab_size": VOCABULARY, "n_positions": 33, "n_embd": 30, "n_head": 3, "n_inner": 75}
 
 
-def rope(kind: str, base: float, **others: float) -> dict[str, Any]:
+def rope(kind, base, **others):
     return {"rope_parameters": {"rope_type": kind, "rope_theta": base, **others}}
 
 
@@ -53,11 +52,11 @@ class Save:
     frozen: bool = False
 
     @property
-    def shape(self) -> dict[str, Any]:
+    def shape(self):
         return (SHAPES | LATER)[self.family]
 
     @property
-    def name(self) -> str:
+    def name(self):
         extras = [self.offload] * (self.offload != "none") + ["frozen"] * self.frozen
         extras += [f"groups{self.sub_group_size}"] * (self.sub_group_size is not None)
         return "-".join([self.family, f"zero{self.stage}", self.dtype, *extras])
@@ -83,16 +82,16 @@ SPECIAL = [
 SAVES = {1: PLAIN[1], 2: [*PLAIN[2], *SPECIAL], 4: PLAIN[4]}
 
 
-def save_steps(folder: Path, saves: list[Save], *, ranks: int) -> None:
+def save_steps(folder, saves, *, ranks):
     """Save a checkpoint for each, in one start of the ranks."""
     on_ranks(save_all, folder, saves, folder=folder, ranks=ranks)
 
 
-def step_of(folder: Path, save: Save) -> Path:
+def step_of(folder, save):
     return folder / save.name / "checkpoints" / "checkpoint_step_2"
 
 
-def weights_of(folder: Path, save: Save) -> dict[str, Tensor]:
+def weights_of(folder, save):
     """The engine's own float32 weights, gathered by DeepSpeed."""
     weights: dict[str, Tensor] = torch.load(folder / save.name / "weights.pt", weights_only=True)
     return weights
@@ -106,7 +105,7 @@ def save_all(world, folder, saves):
         _save(folder / save.name, save, world)
 
 
-def _save(folder: Path, save: Save, world: Any) -> None:
+def _save(folder, save, world):
     from refocused.checkpoints.step.checkpointer import Checkpointer
     from refocused.models.causal_lm import counted_parameters
     from refocused.models.families import build_model
@@ -132,7 +131,7 @@ def _save(folder: Path, save: Save, world: Any) -> None:
     engine.close()
 
 
-def _engine(save: Save, model: Any, world: Any) -> Any:
+def _engine(save, model, world):
     from refocused.config.batch_plan import BatchPlan
     from refocused.config.deepspeed import deepspeed_config
     from refocused.config.optimization import OptimizerConfig, PrecisionConfig, ZeroConfig
@@ -156,7 +155,7 @@ def _engine(save: Save, model: Any, world: Any) -> Any:
     )
 
 
-def _gathered(engine: Any, save: Save) -> dict[str, Tensor]:
+def _gathered(engine, save):
     """Return the full float32 masters by transformers' names."""
     from deepspeed.runtime.zero import GatheredParameters
     from deepspeed.utils import safe_get_full_fp32_param
@@ -195,7 +194,7 @@ _TRAINER: dict[str, Any] = {
 }
 
 
-def _facts(save: Save, parameters: int) -> Any:
+def _facts(save, parameters):
     from refocused.checkpoints.step.checkpoint_manifest import RunMetadata
 
     settings = {"model": {"sequence_length": LENGTH}, "data": {"tokenizer": "unknown"}}

@@ -1,13 +1,11 @@
 """A model in a bucket, and its download: complete with its marker."""
 
 import json
-from pathlib import Path
 
 import pytest
 from checkpoints.step_samples import flip_byte
 from data.text_samples import files_of
 
-from refocused.bucket.bucket import BlobInfo
 from refocused.bucket.folder import DirectoryBucket
 from refocused.evaluate import export_copy
 from refocused.evaluate.export_copy import fetch_folder, upload_folder
@@ -18,7 +16,7 @@ CONTENT = {"config.json": b"{}", "model.safetensors": bytes(range(200)), "origin
 WEIGHTS = "model.safetensors"
 
 
-def write(folder: Path, content: dict[str, bytes]) -> Path:
+def write(folder, content):
     folder.mkdir(parents=True, exist_ok=True)
     for name, part in content.items():
         (folder / name).write_bytes(part)
@@ -34,19 +32,19 @@ def uploaded(tmp_path):
     return tmp_path / "bucket/run/final_model"
 
 
-def upload(folder: Path) -> None:
+def upload(folder):
     upload_folder(folder / "model", DirectoryBucket(folder / "bucket"), "run/final_model")
 
 
 class Counted(DirectoryBucket):
     """A folder as a bucket that counts downloads and may lose its connection."""
 
-    def __init__(self, folder: Path, *, fails_at: str | None = None) -> None:
+    def __init__(self, folder, *, fails_at=None):
         super().__init__(folder)
         self.fetched: list[str] = []
         self._fails_at = fails_at
 
-    def download(self, blob: BlobInfo, target: Path) -> int:
+    def download(self, blob, target):
         if blob.name == self._fails_at:
             raise BucketError(f"{blob.name}: the connection was lost")
         self.fetched.append(blob.name)

@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,11 +15,11 @@ import transformers
 from checkpoints.step_samples import flip_byte, reseal
 from data.text_samples import tiny_bpe, word_file
 from evaluate.small_models import CONTEXT, FAMILIES, small_model
-from evaluate.step_saves import LATER, LENGTH, PLAIN, SPECIAL, VOCABULARY, Save, step_of, weights_of
+from evaluate.step_saves import LATER, LENGTH, PLAIN, SPECIAL, VOCABULARY, step_of, weights_of
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from refocused.checkpoints.step.checkpoint_directory import Checkpoint, read_checkpoint
+from refocused.checkpoints.step.checkpoint_directory import read_checkpoint
 from refocused.evaluate.export import (
     add_modeling_file,
     answer_to,
@@ -58,7 +57,7 @@ OLDER_NAMES: dict[str, dict[str, Any]] = {
 SAVE = PLAIN[2][3]  # GPT-2 at stage 3
 
 
-def opened(saved: dict[int, Path], ranks: int, save: Save) -> ModelWeights:
+def opened(saved, ranks, save):
     return ModelWeights(read_checkpoint(step_of(saved[ranks], save)))
 
 
@@ -261,7 +260,7 @@ def test_the_final_model_is_made_once_per_save_and_errors_are_returned(
     assert not request.folder.exists()
 
 
-def with_file(saved: dict[int, Path], folder: Path, name: str, content: bytes) -> Checkpoint:
+def with_file(saved, folder, name, content):
     """Copy a checkpoint, and replace one file and its record in the manifest."""
     copy = shutil.copytree(step_of(saved[2], SAVE), folder / "checkpoint_step_2")
     reseal(copy, name, content)
@@ -294,7 +293,7 @@ assert not any(name.partition(".")[0] == "refocused" for name in sys.modules)
 """
 
 
-def write_family(folder: Path, family: str) -> Path:
+def write_family(folder, family):
     """Write a small model as an export does."""
     model = small_model(**SHAPES[family] | {"family": family})
     model.network.save_pretrained(folder / family)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from refocused.evaluate.generation import Sampling, Writing, generate
-from refocused.evaluate.load_model import LoadedModel
 from refocused.system.errors import ConfigError
 from refocused.tokenizers.tokenizer_json import as_transformers
 
@@ -20,7 +18,7 @@ GREEDY = Sampling(tokens=20, temperature=0.0)
 PROMPTS = ["def f(x):", "a", "while True:", "import os"]
 
 
-def likeliest(model: LoadedModel, prompt: str, *, tokens: int) -> list[int]:
+def likeliest(model, prompt, *, tokens):
     """The greedy continuation by whole forward passes, up to the end of text."""
     ids = list(prompt.encode())
     for _ in range(tokens):
@@ -32,7 +30,7 @@ def likeliest(model: LoadedModel, prompt: str, *, tokens: int) -> list[int]:
     return ids[len(prompt.encode()) :]
 
 
-def as_text(ids: list[int]) -> str:
+def as_text(ids):
     text: str = bytes_tokenizer().decode(ids, skip_special_tokens=True)
     return text
 
@@ -121,7 +119,7 @@ def test_the_streamed_pieces_are_the_text(stops):
     assert 0 < found.first_seconds < found.seconds
 
 
-def words_of(kind: str) -> Any:
+def words_of(kind):
     """A tokenizer of the words w0 to w298, each with its space, whose decoder strips the first."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -188,11 +186,11 @@ def test_unusable_prompts_are_rejected():
 CHARACTERS = st.text("ab \n\u00e9\u6f22\U0001f600")
 
 
-def decode(ids: Sequence[int]) -> str:
+def decode(ids):
     return bytes(ids).decode(errors="replace")
 
 
-def written(tokens: Sequence[int], stops: Sequence[str] = ()) -> tuple[list[str], Writing]:
+def written(tokens, stops=()):
     """Follow one row token by token; return the pieces that are shown."""
     pieces: list[str] = []
     writing = Writing(decode, start=0, ends=[256], stops=stops, show=pieces.append)

@@ -25,7 +25,6 @@ from refocused.evaluate.export import push_folder
 from refocused.evaluate.load_model import load_model
 from refocused.evaluate.model_weights import network_class
 from refocused.evaluate.origin import find_model, kept_tokenizer, match, open_model
-from refocused.models.causal_lm import CausalLM
 from refocused.models.families import transformers_config
 from refocused.system.errors import RefocusedError
 from refocused.tokenizers.encoders import TokenizerChoice
@@ -34,7 +33,7 @@ from refocused.tokenizers.tokenizer_json import tokenizer_file
 ONE_FILE = "model.safetensors"
 
 
-def write_model(folder: Path, family: str = "gpt2", *, size: str = "1GB", **changes: Any) -> Any:
+def write_model(folder, family="gpt2", *, size="1GB", **changes):
     """Write a transformers folder as its users do; return the model."""
     settings = SHAPES[family] | {"initializer_range": 0.2} | changes
     config = transformers_config(settings, vocabulary=settings["vocab_size"], dropout=0.0)
@@ -44,14 +43,14 @@ def write_model(folder: Path, family: str = "gpt2", *, size: str = "1GB", **chan
     return network
 
 
-def change(folder: Path, tensors: dict[str, Tensor | None]) -> None:
+def change(folder, tensors):
     """Replace tensors of a folder; None removes one."""
     file = folder / ONE_FILE
     changed = load_file(file) | tensors
     save_file({name: one for name, one in changed.items() if one is not None}, file)
 
 
-def start(folder: Path, family: str = "gpt2", *, resizes: bool = False, **changes: Any) -> CausalLM:
+def start(folder, family="gpt2", *, resizes=False, **changes):
     """Build a run's model with random weights, padded to 600 rows, and start it from a folder."""
     stored = open_model(folder, trusts_pickles=False)
     shape = shape_from(SHAPES[family] | changes, where="here")
@@ -223,7 +222,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
     models: dict[str, dict[str, bytes]]
     commit = "c" * 40
 
-    def do_GET(self) -> None:
+    def do_GET(self):
         name, files = self._model()
         if files is None:
             self._reply({"error": "not found"}, 404, **{"X-Error-Code": "RepoNotFound"})
@@ -240,7 +239,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
 
     do_HEAD = do_GET  # noqa: N815
 
-    def do_POST(self) -> None:
+    def do_POST(self):
         import base64
 
         sent = self.rfile.read(int(self.headers["Content-Length"]))
@@ -265,12 +264,12 @@ class Hub(http.server.BaseHTTPRequestHandler):
             url = f"http://{self.headers['Host']}/me/model/commit/{self.commit}"
             self._reply({"commitUrl": url, "commitOid": self.commit})
 
-    def _model(self) -> tuple[str, dict[str, bytes] | None]:
+    def _model(self):
         found = re.match(r"/(?:api/models/|(?:api/)?datasets/)?(\w+/\w+)", self.path)
         name = found[1] if found else ""
         return name, self.models.get(name)
 
-    def _reply(self, content: Any, status: int = 200, **headers: str) -> None:
+    def _reply(self, content, status=200, **headers):
         body = content if isinstance(content, bytes) else json.dumps(content).encode()
         self.send_response(status)
         for name, value in {"Content-Length": str(len(body)), **headers}.items():
@@ -279,7 +278,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(body)
 
-    def log_message(self, format: str, *args: object) -> None:
+    def log_message(self, format, *args):
         pass
 
 
@@ -339,5 +338,5 @@ def test_a_hub_out_of_reach_is_one_message(monkeypatch):
             push_folder(Path("out"), "hub:me/model")
 
 
-def find_hub(address: str) -> tuple[Path, str]:
+def find_hub(address):
     return find_model(address, runs=Path(), open_url=DirectoryBucket, trusts_pickles=False)

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from evaluate.harness import CONTEXT, MODELS, SCORES, ask, bytes_model
 from evaluate.small_models import CONTEXT as POSITIONS
 from evaluate.small_models import small_model
 from thread_ranks import on_two_ranks, results
-from torch import Tensor
 
 from refocused.evaluate import multiple_choice
 from refocused.evaluate.continuations import (
@@ -43,7 +41,7 @@ from refocused.tokenizers.tokenizer_json import as_transformers, tokenizer_file
 ON_FILE: dict[str, Any] = json.loads(SCORES.read_text())
 
 
-def bytes_encoder(context: int = 12, *, end_of_text: bool = True) -> Encoder:
+def bytes_encoder(context=12, *, end_of_text=True):
     content = tokenizer_file(TokenizerChoice("bytes"), vocabulary=257)
     tokenizer = as_transformers(content, end_of_text_id=256, max_length=context)
     if not end_of_text:
@@ -120,10 +118,10 @@ def test_label_scores_ignore_the_padding_in_chunks_of_any_size(at_once):
 class Counting:
     """Scores a row by its first id; counts its calls."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.calls = 0
 
-    def __call__(self, batch: Sequence[Continuation]) -> tuple[Tensor, Tensor]:
+    def __call__(self, batch):
         self.calls += 1
         firsts = torch.tensor([one.ids[0] for one in batch], dtype=torch.float64)
         return -firsts, torch.zeros(len(batch))

@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 
-from refocused.evaluate.tasks import Question, TaskFile, find_tasks, read_questions
+from refocused.evaluate.tasks import TaskFile, find_tasks, read_questions
 from refocused.system.errors import ConfigError, EvaluationError
 
 CHOICE = {"ctx": "A man sits.", "endings": ["He stands.", "He flies."], "label": 0}
 
 
-def read(folder: Path, form: str, *rows: Any, limit: int | None = None) -> list[Question]:
+def read(folder, form, *rows, limit=None):
     file = folder / "items.jsonl"
     lines = [row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows]
     file.write_bytes(b"\n".join(lines))
@@ -132,7 +132,7 @@ def test_a_broken_line_is_reported_with_the_reason(tmp_path, form, rows, message
         read(tmp_path, form, *rows)
 
 
-def names(tasks: list[TaskFile]) -> list[tuple[str, str, str]]:
+def names(tasks):
     return [(task.name, task.form, task.file.name) for task in tasks]
 
 

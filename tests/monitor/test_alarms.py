@@ -13,7 +13,6 @@ from refocused.metrics.rank_times import SlowestRank
 from refocused.monitor.readings import GpuSample, SystemSample
 from refocused.monitor.run_reader import Mirror, RunView
 from refocused.monitor.sampler.alarms import (
-    DiskPoint,
     Key,
     Reading,
     Rule,
@@ -49,11 +48,11 @@ COST = CostConfig(per_hour_usd=8.0, budget_usd=100.0, credit_usd=100.0)
 SLOW = SlowestRank(9, 0.12, 0.05, "backward", host="node1", local_rank=1)
 
 
-def gpu(index: int, **changes: Any) -> GpuSample:
+def gpu(index, **changes):
     return dataclasses.replace(COOL, index=index, local_rank=index, **changes)
 
 
-def of_gpu(**changes: Any) -> Readings:
+def of_gpu(**changes):
     """The readings of the second of three GPUs, the others of which are healthy."""
     found = list(gpu_readings([gpu(0), gpu(1, **changes), gpu(2)], is_training=True))
     for other in ("node1 GPU 0", "node1 GPU 2"):
@@ -61,25 +60,23 @@ def of_gpu(**changes: Any) -> Readings:
     return by_alarm(found, "node1 GPU 1")
 
 
-def of_system(free_gb: float = 900, total_gb: float = 1000, **changes: Any) -> Readings:
+def of_system(free_gb=900, total_gb=1000, **changes):
     known = {"disk_free_gb": free_gb, "disk_total_gb": total_gb, "memory_total_gb": 100.0}
     return by_alarm(system_readings(SystemSample("node1", **{**known, **changes}), []))
 
 
-def falling(start_gb: float, gb_per_hour: float, *, hours: float = 1.0) -> list[DiskPoint]:
+def falling(start_gb, gb_per_hour, *, hours=1.0):
     """A disk that fills evenly, seen once a minute."""
     minutes = range(round(60 * hours) + 1)
     return [(1e5 + 60 * m, start_gb - gb_per_hour * m / 60) for m in minutes]
 
 
-def of_trend(gb_per_hour: float) -> Readings:
+def of_trend(gb_per_hour):
     system = SystemSample("node1", disk_free_gb=100.0, disk_total_gb=1000.0)
     return by_alarm(system_readings(system, falling(100, gb_per_hour)))
 
 
-def logged(
-    count: int, *, gap: float = 10.0, last: float | None = 2.9, left: float | None = None
-) -> list[StepMetrics]:
+def logged(count, *, gap=10.0, last=2.9, left=None):
     """Steps that were logged evenly; their losses waver by 0.05 around 2.9."""
     steps = [
         StepMetrics(10 * n, time=BEGAN + gap * n, loss=2.9 + 0.05 * (-1) ** n)
@@ -88,15 +85,7 @@ def logged(
     return [*steps[:-1], dataclasses.replace(steps[-1], loss=last, cost_left_usd=left)]
 
 
-def of_run(
-    steps: Sequence[StepMetrics],
-    *,
-    after: float = 5.0,
-    alive: bool = True,
-    mirror: Mirror | None = None,
-    cost: CostConfig | None = None,
-    **state: Any,
-) -> Readings:
+def of_run(steps, *, after=5.0, alive=True, mirror=None, cost=None, **state):
     """The readings of a run so many seconds after its last step."""
     step = steps[-1].step if steps else 0
     known = {"status": "training", "step": step, "total_steps": 100_000, **state}
@@ -105,17 +94,15 @@ def of_run(
     return by_alarm(run_readings(run, cost or CostConfig(), began=BEGAN, alive=alive))
 
 
-def of_mirror(**changes: Any) -> Readings:
+def of_mirror(**changes):
     return of_run(logged(10), mirror=dataclasses.replace(MIRROR, **changes))
 
 
-def of_money(spent: float, left: float | None = 0.0, **state: Any) -> Readings:
+def of_money(spent, left=0.0, **state):
     return of_run(logged(1, left=left), cost=COST, cost_usd=spent, **state)
 
 
-def of_ranks(
-    gpus: Sequence[GpuSample] = (), system: Any = None, *, after: float = 0.0, **changes: Any
-) -> Readings:
+def of_ranks(gpus=(), system=None, *, after=0.0, **changes):
     """The reading of a run whose slowest rank has changed so."""
     slow = dataclasses.replace(SLOW, **changes)
     run = RunView("one", steps=[dataclasses.replace(step, slowest=slow) for step in logged(3)])

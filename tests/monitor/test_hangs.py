@@ -1,15 +1,13 @@
 """When a run hangs and which rank is missing: pure functions of recorded progress."""
 
 import dataclasses
-import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from refocused.monitor.sampler.hangs import Seen, Watch, explain, report
 from refocused.monitor.sampler.watchdog import main_frames
-from refocused.system.progress import LEAST_SECONDS, OTHER_SECONDS, Activity, Moment, longest_wait
+from refocused.system.progress import LEAST_SECONDS, OTHER_SECONDS, Moment, longest_wait
 
 STARTED = Moment(0, 0, 0, "start-up", 0, "", 0.0)
 
@@ -17,17 +15,17 @@ STARTED = Moment(0, 0, 0, "start-up", 0, "", 0.0)
 class Rank:
     """Progress of a rank, as it would note it."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.moment = STARTED
 
-    def change(self, **facts: Any) -> None:
+    def change(self, **facts):
         self.moment = dataclasses.replace(self.moment, changes=self.moment.changes + 1, **facts)
 
-    def step(self) -> None:
+    def step(self):
         self.change(step=self.moment.step + 1, taken=self.moment.taken + 1, activity="step")
 
 
-def training(minutes: float | None, *, steps: int = 30, seconds: float = 2.0) -> "Run":
+def training(minutes, *, steps=30, seconds=2.0):
     """A run of two ranks that has made some steps."""
     run = Run(minutes)
     for _ in range(steps):
@@ -38,11 +36,11 @@ def training(minutes: float | None, *, steps: int = 30, seconds: float = 2.0) ->
 
 
 class Run:
-    def __init__(self, minutes: float | None) -> None:
+    def __init__(self, minutes):
         self.ranks, self.watch, self.now = {0: Rank(), 1: Rank()}, Watch(minutes), 1000.0
         self.idle = 0.0
 
-    def wait(self, seconds: float, *, poll: float = 1.0) -> float:
+    def wait(self, seconds, *, poll=1.0):
         """Let time pass without a change; return after how many seconds a hang is seen, else 0."""
         end = self.now + seconds
         while self.now < end:
@@ -121,7 +119,7 @@ def test_batches_that_never_come_are_a_hang():
     assert run.idle == pytest.approx(OTHER_SECONDS, abs=5) and run.now - began - run.idle < 5
 
 
-def a_run_of_10_000_steps(chance: random.Random) -> Iterator[tuple[Activity, float, bool]]:
+def a_run_of_10_000_steps(chance):
     """Yield activities, for how long they last, and whether control calls go on meanwhile."""
     for step in range(1, 10_001):
         yield "data", 0.001, False
@@ -152,7 +150,7 @@ def test_ten_thousand_steps_with_validations_saves_and_slow_data_raise_no_alarm(
     assert number == 10_000
 
 
-def seen(rank: int, *, beat: float = 0.0, **facts: Any) -> Seen:
+def seen(rank, *, beat=0.0, **facts):
     """A rank that waits in the same collective as the others, unless other facts are given."""
     known: dict[str, Any] = {
         **{"rank": rank, "host": f"host{rank // 4}", "pid": 100 + rank},

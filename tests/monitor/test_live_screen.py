@@ -4,12 +4,9 @@ import asyncio
 import dataclasses
 import os
 import socket
-from collections.abc import Awaitable, Callable, Sequence
-from pathlib import Path
 
 import pytest
-from monitor.watched_run import ADVICE, GPU, NOW, WatchedRun, new_run
-from textual.pilot import Pilot
+from monitor.watched_run import ADVICE, GPU, NOW, new_run
 
 from refocused.monitor.readings import SystemSample, as_record
 from refocused.monitor.screen.live_screen import Dashboard, gauge_lines
@@ -20,38 +17,33 @@ ERROR = "Loss is not finite on rank 2 at step 1,001 (shard_0113.npz, sequences 4
 class Watcher:
     """A dashboard without a terminal, and what happens to it."""
 
-    def __init__(self, app: Dashboard, pilot: Pilot[None]) -> None:
+    def __init__(self, app, pilot):
         self.app, self.pilot = app, pilot
 
-    async def look(self) -> None:
+    async def look(self):
         self.app.look()
         await self.pilot.pause()
 
-    async def press(self, *keys: str) -> None:
+    async def press(self, *keys):
         await self.pilot.press(*keys)
         await self.pilot.pause()
 
-    async def resize(self, width: int, height: int) -> None:
+    async def resize(self, width, height):
         await self.pilot.resize_terminal(width, height)
         await self.pilot.pause()
 
     @property
-    def lines(self) -> list[str]:
+    def lines(self):
         strips = self.app.screen._compositor.render_strips()
         return ["".join(part.text for part in strip) for strip in strips]
 
     @property
-    def words(self) -> str:
+    def words(self):
         return " ".join(" ".join(self.lines).split())
 
 
-def watch(
-    story: Callable[[Watcher], Awaitable[None]],
-    *runs: WatchedRun,
-    size: tuple[int, int] = (80, 24),
-    ascii_only: bool = False,
-) -> None:
-    async def session() -> None:
+def watch(story, *runs, size=(80, 24), ascii_only=False):
+    async def session():
         readers = [run.reader() for run in runs]
         app = Dashboard(readers, interval_seconds=1000, ascii_only=ascii_only, clock=lambda: NOW)
         async with app.run_test(size=size) as pilot:
@@ -61,7 +53,7 @@ def watch(
     asyncio.run(session())
 
 
-def full_run(folder: Path, *, name: str = "one", notes: Sequence[str] = ()) -> WatchedRun:
+def full_run(folder, *, name="one", notes=()):
     run = new_run(folder, name)
     run.begin(run=name)
     for busy in (0.97, 0.05, 0.55):

@@ -8,7 +8,7 @@ import pytest
 from monitor.watched_run import GPU, NOW, STEP_SECONDS, iso, new_run
 
 from refocused.monitor.readings import as_record
-from refocused.monitor.run_reader import METRICS_BYTES, RECENT_STEPS, RunReader, RunView
+from refocused.monitor.run_reader import METRICS_BYTES, RECENT_STEPS, RunReader
 from refocused.monitor.screen.run_lines import all_lines, run_rows
 
 PRINTED = """\
@@ -34,7 +34,7 @@ pending \u2588
  07:59:00 save 900 local 1.9 s"""
 
 
-def printed(view: RunView) -> list[str]:
+def printed(view):
     return [line.plain for line in all_lines(view, events=2)]
 
 
@@ -191,7 +191,7 @@ def test_a_state_that_cannot_be_read_is_reported_and_all_else_is_shown(run, cont
     assert run_rows([view])[0].plain.endswith(f"state.json cannot be read: {trouble}")
 
 
-def numbers(view: RunView) -> list[int]:
+def numbers(view):
     return [point.step for point in view.steps]
 
 

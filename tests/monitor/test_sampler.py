@@ -8,13 +8,11 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pynvml
 import pytest
-from nvml_machine import Machine
 from ranks import until
 
 from refocused.config.outputs import CostConfig, LogConfig
@@ -24,7 +22,7 @@ from refocused.monitor.sampler import alarms, gpu_reader, hangs, start_sampler, 
 from refocused.monitor.sampler.alarms import AlarmMessages, alarm_rules
 from refocused.monitor.sampler.sampler import Sampler, take_turn
 from refocused.monitor.sampler.start_sampler import SamplerSettings
-from refocused.system.processes import ProcessIdentity, identify, this_process
+from refocused.system.processes import identify, this_process
 from refocused.system.progress import Place, Progress
 from refocused.system.world import World
 
@@ -34,23 +32,23 @@ COST = CostConfig(per_hour_usd=24, budget_usd=400, credit_usd=500)
 class Site:
     """A run's folder on a machine with eight GPUs, and what samplers write there."""
 
-    def __init__(self, run: Path, machine: Machine) -> None:
+    def __init__(self, run, machine):
         self.run, self.machine = run, machine
 
-    def settings(self, training: ProcessIdentity | None = None, **more: Any) -> SamplerSettings:
+    def settings(self, training=None, **more):
         rank = training or this_process()
         return SamplerSettings(run=self.run, training=rank, interval_seconds=0.1, ranks=8, **more)
 
-    def lines(self, name: str = "gpu_metrics") -> list[dict[str, Any]]:
+    def lines(self, name="gpu_metrics"):
         file = self.run / "logs" / f"{name}.jsonl"
         return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
     @property
-    def alarms(self) -> list[tuple[str, str, bool]]:
+    def alarms(self):
         found = [line for line in self.lines("events") if line["kind"] == "alarm"]
         return [(one["alarm"], one["subject"].rpartition(" ")[2], one["raised"]) for one in found]
 
-    def await_lines(self, count: int, name: str = "gpu_metrics") -> None:
+    def await_lines(self, count, name="gpu_metrics"):
         until(lambda: len(self.lines(name)) >= count)
 
 
@@ -171,13 +169,13 @@ def test_a_round_that_fails_is_logged_once_and_costs_no_other(site, monkeypatch,
 class Rank:
     """A process that stands for the rank that starts the sampler."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self._process = subprocess.Popen(["sleep", "600"])
         identity = identify(self._process.pid)
         assert identity is not None
         self.identity = identity
 
-    def kill(self) -> None:
+    def kill(self):
         self._process.kill()
         self._process.wait()
 
@@ -273,7 +271,7 @@ class Server(http.server.ThreadingHTTPServer):
 class Handler(http.server.BaseHTTPRequestHandler):
     server: Server
 
-    def do_POST(self) -> None:
+    def do_POST(self):
         assert self.path == "/SECRET?key=SECRET"
         body = self.rfile.read(int(self.headers["Content-Length"]))
         self.server.got.append(json.loads(body))
@@ -293,7 +291,7 @@ def server(monkeypatch):
         found.shutdown()
 
 
-def address(server: Server) -> str:
+def address(server):
     return f"http://user:pass@127.0.0.1:{server.server_port}/SECRET?key=SECRET"
 
 
@@ -315,7 +313,7 @@ def test_critical_alarms_of_a_run_are_posted(site, server):
     assert site.alarms[-1] == ("gpu_lost", "7", True)  # again: too soon for another message
 
 
-def send(target: str, *events: tuple[bool | None, float], done: Callable[[], bool]) -> None:
+def send(target, *events, done):
     """Send an alarm as it is raised (True), cleared or neither at these times."""
     messages = AlarmMessages(target)
     for raised, now in events:

@@ -9,7 +9,7 @@ import subprocess
 from typing import Any
 
 import pytest
-from monitor.watched_run import GPU, NOW, WatchedRun, new_run
+from monitor.watched_run import GPU, NOW, new_run
 
 from refocused.commands.monitor import main
 from refocused.metrics.history import StepMetrics, read_history
@@ -100,7 +100,7 @@ def run(tmp_path):
     return run
 
 
-def summary_of(run: WatchedRun) -> dict[str, str]:
+def summary_of(run):
     """Write the summary and return the rows of its Markdown."""
     write_summary(run.folder, run.view())
     lines = (run.folder / "SUMMARY.md").read_text().splitlines()
@@ -131,7 +131,7 @@ def test_the_rows_and_the_last_troubles_say_what_the_files_say(run):
     assert 0 < text.find("no driver there") < text.find(r"\| x")  # of any machine, by time
 
 
-def embedded(page: str) -> list[dict[str, Any]]:
+def embedded(page):
     """The runs of a page, which loads nothing, as a browser reads them."""
     assert page.count("<script") == 4 and not re.search(r"<[^>]* (src|href)=", page)
     script = re.search(r'<script type="application/json" id="runs">(.*?)</script>', page)
@@ -223,7 +223,7 @@ def test_gpu_readings_are_gathered_by_the_minute_also_those_of_a_part_of_a_long_
     assert 3 <= len(thinned) < 10 and thinned[-1].time > MINUTE + 300
 
 
-def points(*values: float | None) -> list[StepMetrics]:
+def points(*values):
     return [StepMetrics(step, loss=value) for step, value in enumerate(values, 1)]
 
 

@@ -32,7 +32,7 @@ def test_the_screen_in_a_browser_needs_the_token_and_ends_with_its_server(tmp_pa
             server.kill()
 
 
-def _check(server: subprocess.Popen[bytes], port: int, end: signal.Signals) -> None:
+def _check(server, port, end):
     assert server.stdout is not None
     base, address = f"http://127.0.0.1:{port}", server.stdout.readline().decode().split()[0]
     [listening] = psutil.Process(server.pid).net_connections()
@@ -54,9 +54,7 @@ def _check(server: subprocess.Popen[bytes], port: int, end: signal.Signals) -> N
     asyncio.run(_use(server, base, address, end))
 
 
-async def _use(
-    server: subprocess.Popen[bytes], base: str, address: str, end: signal.Signals
-) -> None:
+async def _use(server, base, address, end):
     """Use the websocket as the page does, and end the server while it is open."""
     import aiohttp
 
