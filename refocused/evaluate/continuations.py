@@ -83,27 +83,21 @@ class Encoder:
         known = list(dict.fromkeys(contexts))
         lengths = dict(zip(known, map(len, self.encode(known)), strict=True))
         wholes = self.encode([context + rest for context, rest in pairs])
-        return [
-            self._continuation(context, whole, lengths[context], place=place)
-            for context, whole, place in zip(contexts, wholes, places, strict=True)
-        ]
-
-    def _continuation(
-        self, context: str, whole: list[int], begins: int, *, place: str
-    ) -> Continuation | None:
-        if not context:
-            first = self.end_of_text_id
-            if first is None:
+        encoded: list[Continuation | None] = []
+        for context, whole, place in zip(contexts, wholes, places, strict=True):
+            begins, first = lengths[context], self.end_of_text_id
+            if not context and first is None:
                 raise EvaluationError(
                     f"{place}: the context is empty, and the tokenizer has no end-of-text token to "
                     "begin with. Give the item a context."
                 )
-            whole, begins = (whole if whole[:1] == [first] else [first, *whole]), 1
-        scored = len(whole) - begins
-        if not 1 <= scored <= self.context_tokens:
-            return None
-        kept = whole[-(self.context_tokens + 1) :]
-        return Continuation(tuple(kept), scored, is_cut=len(kept) < len(whole))
+            if not context and first is not None:
+                whole, begins = (whole if whole[:1] == [first] else [first, *whole]), 1
+            scored, kept = len(whole) - begins, tuple(whole[-(self.context_tokens + 1) :])
+            fits = 1 <= scored <= self.context_tokens
+            is_cut = len(kept) < len(whole)
+            encoded.append(Continuation(kept, scored, is_cut=is_cut) if fits else None)
+        return encoded
 
 
 def score_all(

@@ -23,12 +23,7 @@ import torch
 from refocused.bucket.bucket import crc32c_of
 from refocused.bucket.open_bucket import open_bucket
 from refocused.checkpoints.resume.changes import checked_trainer
-from refocused.checkpoints.step.checkpoint_directory import (
-    Checkpoint,
-    in_use,
-    read_checkpoint,
-    read_mapping,
-)
+from refocused.checkpoints.step.checkpoint_directory import in_use, read_checkpoint, read_mapping
 from refocused.checkpoints.step.checkpoint_manifest import MANIFEST
 from refocused.config.model_shape import families
 from refocused.evaluate.export_copy import FOLDER, HUB_SECONDS, ORIGIN, hub_errors, upload_folder
@@ -159,11 +154,20 @@ def answer_to(request: FinalModelRequest) -> FinalModelAnswer:
     """Export and upload a final model, in place of an older one, and write the answer."""
     text, status = "", "failed"
     try:
-        step = read_checkpoint(request.step)
+        step, known = read_checkpoint(request.step), None
+        sums = {"manifest_crc32c": crc32c_of(step.path / MANIFEST)}
+        origin = {"run": step.manifest.run, "step": step.step, **sums}
         # A process of an earlier session may still be running.
         with (request.run / f".{FOLDER}.lock").open("w") as lock, in_use(step.path):
             fcntl.flock(lock, fcntl.LOCK_EX)
-            _replace_final(request.folder, step)
+            with contextlib.suppress(OSError, ValueError):  # no model, or one of unknown origin
+                known = parse_json((request.folder / ORIGIN).read_bytes())
+            if known != origin:
+                fresh, weights = request.run / f".{FOLDER}.new", ModelWeights(step)
+                shutil.rmtree(fresh, ignore_errors=True)
+                export_step(weights, fresh, tokenizer=tokenizer_of(weights, is_optional=True))
+                write_json_atomic(fresh / ORIGIN, origin)
+                replace_folder(fresh, request.folder)
         size = sum(path.stat().st_size for path in request.folder.iterdir())
         text, status = f"step {step.step:,}, {size / 1e6:,.1f} MB", "made"
         if request.bucket is not None:
@@ -176,25 +180,6 @@ def answer_to(request: FinalModelRequest) -> FinalModelAnswer:
     record = {"token": request.token, "status": status, "text": text}
     write_json_atomic(request.answer, record)
     return FinalModelAnswer.model_validate(record)
-
-
-def _replace_final(folder: Path, step: Checkpoint) -> None:
-    """Make the final model of a checkpoint, unless the folder is that already."""
-    origin = {
-        "run": step.manifest.run,
-        "step": step.step,
-        "manifest_crc32c": crc32c_of(step.path / MANIFEST),
-    }
-    # Otherwise there is no model, or one of an unknown origin.
-    with contextlib.suppress(OSError, ValueError):
-        if parse_json((folder / ORIGIN).read_bytes()) == origin:
-            return
-    fresh = folder.with_name(f".{folder.name}.new")
-    shutil.rmtree(fresh, ignore_errors=True)
-    weights = ModelWeights(step)
-    export_step(weights, fresh, tokenizer=tokenizer_of(weights, is_optional=True))
-    write_json_atomic(fresh / ORIGIN, origin)
-    replace_folder(fresh, folder)
 
 
 def _write(

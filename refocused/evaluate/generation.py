@@ -243,24 +243,22 @@ class Writing:
             self._prompts = [(ids, self._decode(ids)) for ids in prompts]
         if self._stops or self._show is not None:
             for row, tokens in enumerate(input_ids[:, self._start :].tolist()):
-                if row not in self.stopped:
-                    self._follow(row, tokens)
+                if row in self.stopped:
+                    continue
+                # A character whose last bytes are missing decodes to UNFINISHED.
+                text = self._text(row, tokens[: self._end(tokens)]).rstrip(UNFINISHED)
+                stops = [start for stop in self._stops if (start := text.find(stop)) >= 0]
+                if stops:
+                    self.stopped[row] = text[: min(stops)], len(tokens)
+                elif row == 0 and self._show is not None:
+                    # What may be the beginning of a stop string is held back.
+                    begins = (stop[:size] for stop in self._stops for size in range(1, len(stop)))
+                    held = max((len(begin) for begin in begins if text.endswith(begin)), default=0)
+                    certain = len(text) - held
+                    self._show(text[self._shown : certain])
+                    self._shown = max(self._shown, certain)
         is_stopped = [row in self.stopped for row in range(len(input_ids))]
         return torch.tensor(is_stopped, device=input_ids.device)
-
-    def _follow(self, row: int, tokens: Sequence[int]) -> None:
-        # A character whose last bytes are missing decodes to UNFINISHED.
-        text = self._text(row, tokens[: self._end(tokens)]).rstrip(UNFINISHED)
-        places = [place for stop in self._stops if (place := text.find(stop)) >= 0]
-        if places:
-            self.stopped[row] = text[: min(places)], len(tokens)
-        elif row == 0 and self._show is not None:
-            # What may be the beginning of a stop string is held back.
-            begins = (stop[:length] for stop in self._stops for length in range(1, len(stop)))
-            held = max((len(begin) for begin in begins if text.endswith(begin)), default=0)
-            certain = len(text) - held
-            self._show(text[self._shown : certain])
-            self._shown = max(self._shown, certain)
 
     def _text(self, row: int, tokens: Sequence[int]) -> str:
         """Decode the tokens as they follow the row's prompt: some decoders strip a text's start."""

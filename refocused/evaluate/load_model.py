@@ -163,7 +163,25 @@ def load_network(folder: Path, *, dtype: Dtype) -> Any:
 
     quiet_transformers()
     register_families()
-    _check_size(folder)
+    # Building a larger model than the files hold would fill the memory.
+    parse_json_object(read_regular(folder / "config.json"))  # transformers' reader may recurse
+    config = transformers.AutoConfig.from_pretrained(
+        folder, local_files_only=True, trust_remote_code=False
+    )
+    layers = getattr(config, "num_hidden_layers", None)
+    if isinstance(layers, int) and layers > MOST_LAYERS:
+        raise ValueError(
+            f"its config.json describes {layers:,} layers, and at most {MOST_LAYERS:,} are read"
+        )
+    with torch.device("meta"):
+        network = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    described = network.num_parameters()
+    stored_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    if described > 8 * stored_bytes:  # not even a bit for each
+        raise ValueError(
+            f"its config.json describes {described:,} parameters, and its safetensors files have "
+            f"{stored_bytes:,} bytes"
+        )
     try:
         network, report = transformers.AutoModelForCausalLM.from_pretrained(
             folder,
@@ -188,30 +206,6 @@ def load_network(folder: Path, *, dtype: Dtype) -> Any:
         left_out = "%s: %d tensors are left out that its config.json does not describe, as %s"
         logger.warning(left_out, folder, len(unknown), min(unknown))
     return network.eval()
-
-
-def _check_size(folder: Path) -> None:
-    """Refuse a config.json of a larger model than the files hold: building it fills the memory."""
-    import transformers
-
-    parse_json_object(read_regular(folder / "config.json"))  # transformers' reader may recurse
-    config = transformers.AutoConfig.from_pretrained(
-        folder, local_files_only=True, trust_remote_code=False
-    )
-    layers = getattr(config, "num_hidden_layers", None)
-    if isinstance(layers, int) and layers > MOST_LAYERS:
-        raise ValueError(
-            f"its config.json describes {layers:,} layers, and at most {MOST_LAYERS:,} are read"
-        )
-    with torch.device("meta"):
-        network = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    described = network.num_parameters()
-    stored_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    if described > 8 * stored_bytes:  # not even a bit for each
-        raise ValueError(
-            f"its config.json describes {described:,} parameters, and its safetensors files have "
-            f"{stored_bytes:,} bytes"
-        )
 
 
 def _tokenizer_beside(source: Path, config: Any, choice: TokenizerChoice | None) -> Any:

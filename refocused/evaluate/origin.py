@@ -189,7 +189,16 @@ def match(
         transformers_config(settings, vocabulary=known.vocabulary, dropout=0.0)
         for settings in (shape.settings, stored.settings)
     )
-    if odd := _differences(ours, other):
+    # Settings that make other logits or shapes.
+    general = PretrainedConfig().to_dict().keys() - {"tie_word_embeddings"}
+    here, there = ours.to_dict(), other.to_dict()
+    odd = [
+        f"{name} is {there.get(name)!r:.80} there and {here.get(name)!r:.80} here"
+        for name in type(ours)().to_dict()
+        if name not in general and here.get(name) != there.get(name)
+        if not _IRRELEVANT.fullmatch(name)
+    ]
+    if odd:
         raise refuse(f"it differs from model.preset = {preset}: {'; '.join(odd)}")
     if known.vocabulary != shape.vocabulary and not resizes:
         what = f"it has a vocabulary of {known.vocabulary:,} ids, and this run {shape.vocabulary:,}"
@@ -228,18 +237,6 @@ def match(
             target[: end - start].copy_(stored.read(key, start, end))
 
     return fill
-
-
-def _differences(expected: Any, stored: Any) -> list[str]:
-    """Describe the settings of two configurations that make other logits or shapes."""
-    general = PretrainedConfig().to_dict().keys() - {"tie_word_embeddings"}
-    mine, its = expected.to_dict(), stored.to_dict()
-    return [
-        f"{name} is {its.get(name)!r:.80} there and {mine.get(name)!r:.80} here"
-        for name in type(expected)().to_dict()
-        if name not in general and mine.get(name) != its.get(name)
-        if not _IRRELEVANT.fullmatch(name)
-    ]
 
 
 def kept_tokenizer(folder: Path, data: DataConfig, vocabulary: int) -> dict[str, bytes]:
