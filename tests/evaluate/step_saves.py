@@ -123,7 +123,8 @@ def _save(folder, save, world):
         ids = torch.randint(VOCABULARY, (2, LENGTH + 1), generator=draw)
         engine.accumulate(ids[:, :-1], ids[:, 1:])
         engine.update(1e-2)
-    checkpointer = Checkpointer(folder / "checkpoints", world=world, facts=_facts(save, parameters))
+    metadata = _metadata(save, parameters)
+    checkpointer = Checkpointer(folder / "checkpoints", world=world, metadata=metadata)
     checkpointer.save(engine, _TRAINER, files_done=0)
     gathered = _gathered(engine, save)
     if world.is_rank_0:
@@ -194,7 +195,7 @@ _TRAINER: dict[str, Any] = {
 }
 
 
-def _facts(save, parameters):
+def _metadata(save, parameters):
     from refocused.checkpoints.step.checkpoint_manifest import RunMetadata
 
     settings = {"model": {"sequence_length": LENGTH}, "data": {"tokenizer": "unknown"}}
