@@ -78,30 +78,17 @@ def _block_parameters(shape: ModelShape) -> int:
     """
     width, inner, mixer, record = shape.width, shape.ffn_width, shape.mixer, shape.record
     if isinstance(mixer, Attention):
-        mixing = _attention_elements(mixer, width)
-        mixing += (mixer.query_width + 2 * mixer.key_width + width) * mixer.bias
-        mixing += 2 * record.head_norm_vectors * mixer.head_width
-    elif isinstance(mixer, Eigenstates):
-        cell = 3 * mixer.count * width + mixer.count**2 + 2 * mixer.count
-        mixing = len(mixer.scales) * CELLS * cell
+        others = (mixer.query_width + 2 * mixer.key_width + width) * mixer.bias
+        others += 2 * record.head_norm_vectors * mixer.head_width
     else:
-        resonators = 2 * mixer.count * width + mixer.count**2 + 2 * mixer.count
-        mixing = 2 * width**2 + 2 * width + resonators
-    if not isinstance(mixer, Attention):
-        mixing += mixer.recall.taps * width + _memory_elements(mixer.recall, width)
-        mixing += width * (mixer.recall.memory_heads > 0)
+        modes = mixer.count**2 + 2 * mixer.count
+        if isinstance(mixer, Eigenstates):
+            others = len(mixer.scales) * CELLS * (3 * mixer.count * width + modes)
+        else:
+            others = 2 * mixer.count * width + modes + 2 * width
+        others += (mixer.recall.taps + (mixer.recall.memory_heads > 0)) * width
     biases = ((record.ffn_matrices - 1) * inner + width) * shape.ffn_bias
-    norms = 2 * record.norm_vectors * width
-    return mixing + record.ffn_matrices * width * inner + biases + norms
-
-
-def _attention_elements(mixer: Attention, width: int) -> int:
-    return 2 * width * (mixer.query_width + mixer.key_width)
-
-
-def _memory_elements(recall: Recall, width: int) -> int:
-    heads = recall.memory_heads
-    return (5 * width**2 + 2 * heads * width) * (heads > 0)
+    return _linear_elements(shape) + others + biases + 2 * record.norm_vectors * width
 
 
 def block_elements(shape: ModelShape) -> float:
@@ -117,12 +104,15 @@ def block_elements(shape: ModelShape) -> float:
 
 def _linear_elements(shape: ModelShape) -> int:
     """Count the elements of the linear layers' matrices of one block."""
-    if isinstance(shape.mixer, Attention):
-        mixing = _attention_elements(shape.mixer, shape.width)
-    else:  # the matrices of eigenstates are no layers
-        mixing = 2 * shape.width**2 * isinstance(shape.mixer, Resonators)
-        mixing += _memory_elements(shape.mixer.recall, shape.width)
-    return mixing + shape.record.ffn_matrices * shape.width * shape.ffn_width
+    width, mixer = shape.width, shape.mixer
+    mixing = shape.record.ffn_matrices * width * shape.ffn_width
+    if isinstance(mixer, Attention):
+        return mixing + 2 * width * (mixer.query_width + mixer.key_width)
+    if isinstance(mixer, Resonators):  # the matrices of eigenstates are no layers
+        mixing += 2 * width**2
+    if heads := mixer.recall.memory_heads:
+        mixing += 5 * width**2 + 2 * heads * width
+    return mixing
 
 
 def modes_a_token(mixer: Eigenstates, *, averaged: bool = True) -> float:
