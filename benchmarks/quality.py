@@ -30,6 +30,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from families import VOCABULARY, parameters, shape_of
 from measuring import (
     ROOT,
@@ -322,21 +323,15 @@ def mean_loss(logits_of: Callable[[Tensor], Tensor], ids: np.ndarray, *, length:
         ids: The whole text `[n]`.
         length: Of a sequence; the last one is shorter.
     """
-    tokens = torch.from_numpy(ids.astype(np.int64))
+    tokens, total = torch.from_numpy(ids.astype(np.int64)), 0.0
     whole = (len(tokens) - 1) // length * length
-    inputs, labels = (
-        list(torch.split(tokens[i : whole + i].view(-1, length), SEQUENCES_AT_ONCE)) for i in (0, 1)
-    )
-    inputs.append(tokens[None, whole:-1])
-    labels.append(tokens[None, whole + 1 :])
-    total = 0.0
+    parts = [torch.split(tokens[i : whole + i].view(-1, length), SEQUENCES_AT_ONCE) for i in (0, 1)]
+    pairs = [*zip(*parts, strict=True), (tokens[None, whole:-1], tokens[None, whole + 1 :])]
     with torch.no_grad():
-        for sequence, wanted in zip(inputs, labels, strict=True):
-            if wanted.numel():
-                logits = logits_of(sequence).float().flatten(0, 1)
-                losses = torch.nn.functional.cross_entropy(
-                    logits, wanted.flatten(), reduction="none"
-                )
+        for inputs, labels in pairs:
+            if labels.numel():
+                logits = logits_of(inputs).float().flatten(0, 1)
+                losses = F.cross_entropy(logits, labels.flatten(), reduction="none")
                 total += float(losses.double().sum())
     return total / (len(tokens) - 1)
 
