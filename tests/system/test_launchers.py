@@ -52,11 +52,8 @@ def completed(given: dict[str, str], ranks: int | None = None) -> list[str]:
 
 def test_a_task_of_srun_is_a_rank() -> None:
     assert completed(STEP) == completed(STEP | {"WORLD_SIZE": "7"}) == ["6", "7", "0", "1"]
-    first, other, next_step = (
-        dict(STEP),
-        dict(STEP, SLURM_PROCID="0"),
-        dict(STEP, SLURM_STEP_ID="1"),
-    )
+    changes = ({}, {"SLURM_PROCID": "0"}, {"SLURM_STEP_ID": "1"})
+    first, other, next_step = (STEP | change for change in changes)
     for environment in (first, other, next_step):
         complete_environment(environment)
     assert first["MASTER_ADDR"] == "gpu01" and first["GROUP_RANK"] == "3"
