@@ -14,11 +14,10 @@ import pydantic
 from pydantic_core import ErrorDetails
 
 from refocused.config import shipped_files, yaml_source
-from refocused.config.consistency import Misfit, check_run, check_shape
 from refocused.config.deepspeed import idle_offloads, read_fragment
 from refocused.config.model_shape import ModelShape, load_shape
 from refocused.config.outputs import without_secrets
-from refocused.config.run_config import RunConfig
+from refocused.config.run_config import Misfit, RunConfig, check_run, check_shape
 from refocused.config.section import CountOrZero, as_yaml
 from refocused.config.setting_help import RENAMED, SECTIONS, settings_in, unknown_name, wanted
 from refocused.system.errors import ConfigError, did_you_mean, local_path

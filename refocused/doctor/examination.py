@@ -13,11 +13,11 @@ from refocused.bucket.open_bucket import BY_ENVIRONMENT, Credentials, open_bucke
 from refocused.bucket.retry import Retry
 from refocused.checkpoints.mirror.remote_checkpoints import prefix_of
 from refocused.checkpoints.resume.catalog import Catalog
-from refocused.config.consistency import idle_settings
 from refocused.config.load_run import LoadedRun
 from refocused.config.optimization import PrecisionConfig
 from refocused.config.outputs import without_secrets
 from refocused.config.prices import read_prices
+from refocused.config.run_config import idle_settings
 from refocused.data.manifest.shard_manifest import Facts
 from refocused.doctor import machine, run_fits, storage
 from refocused.doctor.early import (

@@ -8,11 +8,10 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Literal
 
-from refocused.config.consistency import check_run
 from refocused.config.deepspeed import idle_offloads
 from refocused.config.load_run import LoadedRun
 from refocused.config.optimization import BatchConfig, Dtype, ZeroConfig, ZeroSettings
-from refocused.config.run_config import RunConfig
+from refocused.config.run_config import RunConfig, check_run
 from refocused.estimate.flops import count_of_run
 from refocused.estimate.memory import MemoryPlan, checkpoint_bytes, plan_memory
 from refocused.system.errors import ConfigError, as_typed, counted

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING
 
 import refocused
 from refocused.config.batch_plan import BatchPlan
-from refocused.config.consistency import idle_settings
 from refocused.config.data import DataConfig
 from refocused.config.load_run import LoadedRun, render_run
-from refocused.config.run_config import RunConfig
+from refocused.config.run_config import RunConfig, idle_settings
 from refocused.data.loader.open_data import DataParts
 from refocused.data.order.mixture_order import PERIOD, Mixture
 from refocused.data.order.sequences import Position
