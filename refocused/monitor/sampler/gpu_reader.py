@@ -182,7 +182,14 @@ class GpuReader:
         """
         self._clock = clock
         # By index: NVML's handle (None: lost before it was opened), and constant fields.
-        self._gpus = [_opened(index) for index in range(open_library())]
+        self._gpus: list[tuple[Any, dict[str, Any]]] = []
+        for index in range(open_library()):
+            handle, facts = None, dict[str, Any]()
+            with contextlib.suppress(pynvml.NVMLError, LostError):
+                handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+                facts.update(_answers(handle, _CONSTANT))  # keeps what was read before it was lost
+                [facts["nvlinks_total"]] = _fields(handle, _LINK_COUNT)
+            self._gpus.append((handle, facts))
         names = [(facts.get("uuid"), facts.get("name")) for _, facts in self._gpus]
         devices = visible_devices(names, visible=visible, cuda_order=cuda_order)[:ranks]
         owners = {index: rank for rank, index in enumerate(devices)}  # rank N has CUDA's device N
@@ -236,18 +243,6 @@ class GpuReader:
             values["nvlink_received_gb_per_second"] = received
         self._slow_values[index] = now, values
         return values
-
-
-def _opened(index: int) -> tuple[Any, dict[str, Any]]:
-    try:
-        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-    except pynvml.NVMLError:
-        return None, {}
-    facts: dict[str, Any] = {}
-    with contextlib.suppress(LostError):
-        facts.update(_answers(handle, _CONSTANT))  # keeps what was read before the GPU was lost
-        [facts["nvlinks_total"]] = _fields(handle, _LINK_COUNT)
-    return handle, facts
 
 
 def visible_devices(
