@@ -171,7 +171,7 @@ def weight_files(folder: Path, *, trusts_pickles: bool) -> list[str]:
     Raises CheckpointError if there are none, or only pickled ones and `trusts_pickles` is not set.
     """
     names = {path.name for path in folder.iterdir()}
-    single = next((one for one in WEIGHTS if names & {one, one + INDEX}), None)
+    single = next((file for file in WEIGHTS if names & {file, file + INDEX}), None)
     if single is None and (other := other_form(folder)) is not None:
         raise CheckpointError(other)
     if single is None or not (trusts_pickles or single == WEIGHTS[0]):
@@ -208,7 +208,7 @@ def fetch_hub(
         "adapter_config.json",
         *(TOKENIZER_FILE, *END_OF_TEXT_ENTRIES),
         "model*.safetensors",
-        *(one + INDEX for one in WEIGHTS),
+        *(file + INDEX for file in WEIGHTS),
     ]
     patterns += ["pytorch_model*.bin"] * trusts_pickles
     with hub_errors(f"{address} cannot be downloaded"):

@@ -269,7 +269,7 @@ class Writing:
 
     def _end(self, tokens: Sequence[int]) -> int | None:
         """Return the position of the end-of-text token; padding follows it."""
-        return next((place for place, token in enumerate(tokens) if token in self._ends), None)
+        return next((index for index, token in enumerate(tokens) if token in self._ends), None)
 
     def result(self, row: int, tokens: Sequence[int]) -> tuple[str, int, Ending]:
         """Return a row's text, its tokens, and why it ended."""

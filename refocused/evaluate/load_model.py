@@ -47,16 +47,16 @@ class LoadedModel:
     @property
     def trained_length(self) -> int | None:
         """Tokens of a training sequence; None: unknown."""
-        found = getattr(self.network.config, TRAINED_LENGTH, None)
-        return found if isinstance(found, int) and found > 0 else None
+        length = getattr(self.network.config, TRAINED_LENGTH, None)
+        return length if isinstance(length, int) and length > 0 else None
 
     @property
     def longest_sequence(self) -> int | None:
         """Most tokens of one sequence; None: no limit, as for a recurrence."""
         config = self.network.config
         longest = getattr(config, "max_position_embeddings", None)
-        found: int | None = getattr(config, "longest_sequence", longest)
-        return found
+        length: int | None = getattr(config, "longest_sequence", longest)
+        return length
 
     def beyond_training(self, tokens: int) -> str | None:
         """Return a warning if a sequence of so many tokens is longer than those of training."""

@@ -38,7 +38,7 @@ class TaskResult:
 
     def as_record(self) -> dict[str, object]:
         """Return it as JSON values."""
-        measures = {name: dataclasses.asdict(one) for name, one in self.measures.items()}
+        measures = {name: dataclasses.asdict(measure) for name, measure in self.measures.items()}
         record = {"items": self.items, "cut": self.cut, "skipped": self.skipped, **measures}
         if self.seconds is None:
             return record
@@ -57,7 +57,7 @@ class EncodedTask:
 
     def result(self, scored: Sequence[Scored]) -> TaskResult:
         """Return what the scores of all continuations say; see `score_all`."""
-        cut = sum(one.is_cut for one in self.continuations)
+        cut = sum(continuation.is_cut for continuation in self.continuations)
         return TaskResult(self.task, self.items, cut, self.measure(scored), self.skipped)
 
 
@@ -67,16 +67,16 @@ def prepare(task: str, questions: Sequence[Question], encoder: Encoder) -> Encod
     Raises:
         EvaluationError: As `Encoder.continuations`.
     """
-    pairs = [(one.context, f" {ending}") for one in questions for ending in one.endings]
-    owners = [number for number, one in enumerate(questions) for _ in one.endings]
+    pairs = [(item.context, f" {ending}") for item in questions for ending in item.endings]
+    owners = [number for number, item in enumerate(questions) for _ in item.endings]
     places = [questions[number].place for number in owners]
     given = encoder.continuations(pairs, places=places)
-    skipped = {owner for owner, one in zip(owners, given, strict=True) if one is None}
+    skipped = {owner for owner, encoded in zip(owners, given, strict=True) if encoded is None}
     kept = [question for number, question in enumerate(questions) if number not in skipped]
     continuations = [
-        one
-        for owner, one in zip(owners, given, strict=True)
-        if one is not None and owner not in skipped
+        encoded
+        for owner, encoded in zip(owners, given, strict=True)
+        if encoded is not None and owner not in skipped
     ]
     measure = functools.partial(measures_of, kept)
     return EncodedTask(task, len(kept), continuations, measure, skipped=len(skipped))
@@ -93,9 +93,9 @@ def measures_of(questions: Sequence[Question], scored: Sequence[Scored]) -> dict
     if not questions:
         return {}
     if all(len(question.endings) == 1 for question in questions):
-        loss = mean_of([-one.log_probability for one in scored])
+        loss = mean_of([-score.log_probability for score in scored])
         return {
-            "acc": mean_of([float(one.is_greedy) for one in scored]),
+            "acc": mean_of([float(score.is_greedy) for score in scored]),
             "perplexity": exponential(loss.value, loss.standard_error),
         }
     remaining = iter(scored)
@@ -103,7 +103,7 @@ def measures_of(questions: Sequence[Question], scored: Sequence[Scored]) -> dict
     normal: list[float] = []
     for question in questions:
         scores = itertools.islice(remaining, len(question.endings))
-        sums = [one.log_probability for one in scores]
+        sums = [score.log_probability for score in scores]
         each = [total / len(text) for total, text in zip(sums, question.endings, strict=True)]
         plain.append(float(sums.index(max(sums)) == question.answer))
         normal.append(float(each.index(max(each)) == question.answer))

@@ -86,7 +86,7 @@ def find_model(
     else:
         name, _, request = address.partition(":")
         run = next(
-            (one for one in (Path(name), runs / name) if (one / "checkpoints").is_dir()), None
+            (path for path in (Path(name), runs / name) if (path / "checkpoints").is_dir()), None
         )
         if run is None and (other := other_form(folder)) is not None:
             raise ConfigError(f"model.start_from: {other}")
@@ -185,16 +185,16 @@ def match(
     known = shape_from(stored.settings, where=str(file))
     if known.family != shape.family:
         raise refuse(f"it is a {known.family}, and model.preset = {preset} a {shape.family}")
-    ours, other = (
+    expected, other = (
         transformers_config(settings, vocabulary=known.vocabulary, dropout=0.0)
         for settings in (shape.settings, stored.settings)
     )
     # Settings that make other logits or shapes.
     general = PretrainedConfig().to_dict().keys() - {"tie_word_embeddings"}
-    here, there = ours.to_dict(), other.to_dict()
+    here, there = expected.to_dict(), other.to_dict()
     odd = [
         f"{name} is {there.get(name)!r:.80} there and {here.get(name)!r:.80} here"
-        for name in type(ours)().to_dict()
+        for name in type(expected)().to_dict()
         if name not in general and here.get(name) != there.get(name)
         if not _IRRELEVANT.fullmatch(name)
     ]
@@ -205,14 +205,14 @@ def match(
         remedy = f"set model.vocabulary={known.vocabulary}, or model.resize_vocabulary=true"
         raise refuse(what, remedy)
     with torch.device("meta"):
-        network = AutoModelForCausalLM.from_config(ours, trust_remote_code=False)
+        network = AutoModelForCausalLM.from_config(expected, trust_remote_code=False)
     first = {weight: name for name, weight in network.named_parameters()}
     ends = {network.get_input_embeddings().weight, network.get_output_embeddings().weight}
     # Also the further names of tied weights.
     weights = {n: w for n, w in network.state_dict(keep_vars=True).items() if w in first}
     new_names = {old: new for new, old in families()[shape.family].names_in_files.items()}
     ignored = [*(network._keys_to_ignore_on_load_unexpected or ()), _OLD_BUFFER]
-    found: dict[str, tuple[str, int]] = {}
+    sources: dict[str, tuple[str, int]] = {}
     for key, size in stored.shapes.items():
         name = new_names.get(key, key)
         if name not in weights:  # files of a model without a head
@@ -225,14 +225,14 @@ def match(
         is_padded = stored.is_checkpoint and weight in ends and size[0] > weight.shape[0]
         if size[is_padded:] != weight.shape[is_padded:]:
             raise refuse(f"its {key} has shape {size}, not {tuple(weight.shape)} as here")
-        twin, count = found.setdefault(first[weight], (key, weight.numel()))
+        twin, count = sources.setdefault(first[weight], (key, weight.numel()))
         if twin != key and not stored.read(twin, 0, count).equal(stored.read(key, 0, count)):
             raise refuse(f"it ties {twin} and {key}, which differ", "untie them in its config.json")
-    if missing := [name for name in first.values() if name not in found]:
+    if missing := [name for name in first.values() if name not in sources]:
         raise refuse(f"its files lack {missing[0]} ({len(missing)} such tensors)", "copy it again")
 
     def fill(target: Tensor, name: str, start: int) -> None:
-        key, count = found[name.removeprefix(NETWORK_PREFIX)]
+        key, count = sources[name.removeprefix(NETWORK_PREFIX)]
         if (end := min(count, start + target.numel())) > start:
             target[: end - start].copy_(stored.read(key, start, end))
 
@@ -249,8 +249,8 @@ def kept_tokenizer(folder: Path, data: DataConfig, vocabulary: int) -> dict[str,
     ids = inner.get_vocab()
     fits = max(ids.values(), default=0) < vocabulary
     if not is_unknown:
-        ours = tokenizer_file(TokenizerChoice.of_data(data), vocabulary=vocabulary)
-        fits = load_content(ours, where=data.tokenizer).get_vocab() == ids
+        content_here = tokenizer_file(TokenizerChoice.of_data(data), vocabulary=vocabulary)
+        fits = load_content(content_here, where=data.tokenizer).get_vocab() == ids
     if not fits:
         logger.warning(
             "%s is not the tokenizer of the data (%s, %d ids), and is not kept. Rows of the "

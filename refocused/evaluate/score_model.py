@@ -214,7 +214,7 @@ def perplexities_of(
     loss = sum(losses) / tokens
     error = None
     if len(sequences) > 1:
-        spread = sum((own - loss * n) ** 2 for own, n in zip(losses, counts, strict=True))
+        spread = sum((part - loss * n) ** 2 for part, n in zip(losses, counts, strict=True))
         error = math.sqrt(spread * len(sequences) / (len(sequences) - 1)) / tokens
 
     def scaled(factor: float) -> tuple[float, float | None]:

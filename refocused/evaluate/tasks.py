@@ -112,7 +112,7 @@ def read_questions(task: TaskFile, *, limit: int | None = None) -> list[Question
         try:
             item = parse_json_object(line)
             if read is None:
-                fits = (one for keys, one in READERS_BY_FIELDS.items() if item.keys() >= set(keys))
+                fits = (by for keys, by in READERS_BY_FIELDS.items() if item.keys() >= set(keys))
                 read = next(fits, FORMS[task.form])
             questions.append(dataclasses.replace(read(item), place=place))
         except ValueError as error:
@@ -167,8 +167,8 @@ def _arc(item: Item) -> Question:
     choices = question.get("choices")
     if isinstance(choices, dict):
         texts, labels = choices.get("text"), choices.get("label")
-    elif isinstance(choices, list) and all(isinstance(one, dict) for one in choices):
-        texts, labels = ([one.get(name) for one in choices] for name in ("text", "label"))
+    elif isinstance(choices, list) and all(isinstance(choice, dict) for choice in choices):
+        texts, labels = ([choice.get(name) for choice in choices] for name in ("text", "label"))
     else:
         raise ValueError("its `choices` are no texts with labels.")
     endings, key = _texts({"choices": texts}, "choices"), item.get("answerKey")

@@ -197,8 +197,10 @@ def gpu_lines(view: RunView) -> list[Text]:
             f"{value(gpu.nvlinks_active, '.0f')}/{value(gpu.nvlinks_total, '.0f')}",
             value(gpu.ecc_uncorrected, ".0f"),
         )
-        place = gpu.host, gpu.index
-        past = [reading for reading in view.gpu_history if (reading.host, reading.index) == place]
+        identity = gpu.host, gpu.index
+        past = [
+            reading for reading in view.gpu_history if (reading.host, reading.index) == identity
+        ]
         name = "utilization_fraction"
         busy = columns(past, name, most=HISTORY_COLUMNS).get(name, [])
         bars = "".join(" " if share is None else _HEIGHTS[min(7, int(share * 8))] for share in busy)
