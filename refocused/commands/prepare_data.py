@@ -5,11 +5,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import hashlib
 import json
 import os
 import re
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -33,14 +31,13 @@ from refocused.commands.output import (
     ratio,
     write_picture,
 )
-from refocused.system.errors import ConfigError, ExitCode, ShardError, counted, local_path
+from refocused.system.errors import ConfigError, ExitCode, counted, local_path
 from refocused.system.logs import print_message
 from refocused.system.number_text import count_text, duration, size_text
 
 if TYPE_CHECKING:
     from refocused.bucket.bucket import Bucket
     from refocused.config.data import DataConfig
-    from refocused.data.manifest.shard_manifest import Manifest, Shard
     from refocused.prepare.inspect_data import DataReport
     from refocused.prepare.sync import SyncResult
     from refocused.prepare.write_shards import PackResult
@@ -325,7 +322,7 @@ def run_convert(parser: Parser) -> None:
     with progress_line("convert") as show:
         result = convert(bucket, out, data=data, work=work, request=request, progress=show)
     manifest = result.manifest
-    shards, size = len(manifest.shards), manifest_bytes(manifest)
+    shards, size = len(manifest.shards), manifest.bytes
     record = {"out": arguments.out, "shards": shards, "tokens": manifest.tokens, "bytes": size}
     record |= {"fingerprint": manifest.fingerprint, "packing": result.packing}
     lines = [
@@ -338,42 +335,8 @@ def run_convert(parser: Parser) -> None:
     print_result(record, lines, as_json=arguments.json)
 
 
-def manifest_bytes(manifest: Manifest) -> int:
-    """Return the bytes of the files that a manifest lists."""
-    return sum(shard.size for shard in manifest.shards)
-
-
 _NAMED = 20
-MAX_FACTOR = 2.0  # between the requested share of validation and that of whole files
 FOLDER_SAMPLE, BUCKET_SAMPLE = 100_000_000, 8_000_000  # tokens
-
-
-def choose_validation(manifest: Manifest, *, ratio: float, seed: int) -> tuple[list[str], int]:
-    """Hold out files up to a share of the tokens; return their names and their tokens.
-
-    They are chosen by a hash of their names, so that adding files changes the choice as little as
-    possible. Where whole files would miss the share by a factor of two, there are none, and so many
-    tokens of the last sequences are to be held out instead.
-    """
-    if not 0 < ratio < 1:
-        raise ShardError(
-            f"--val-ratio {ratio:g} is not between 0 and 1. Give a share such as 0.01."
-        )
-
-    def rank(shard: Shard) -> bytes:
-        return hashlib.blake2b(f"{seed}\0{shard.name}".encode(), digest_size=8).digest()
-
-    target = ratio * manifest.tokens
-    chosen: list[str] = []
-    tokens = 0
-    for shard in sorted(manifest.shards, key=rank):
-        if abs(tokens + shard.tokens - target) < abs(tokens - target):  # closer to the share
-            chosen.append(shard.name)
-            tokens += shard.tokens
-    is_near = target / MAX_FACTOR <= tokens <= target * MAX_FACTOR
-    if not is_near or not chosen or len(chosen) == len(manifest.shards):
-        return [], round(target)
-    return sorted(chosen), tokens
 
 
 def run_split(parser: Parser) -> None:
@@ -385,6 +348,7 @@ def run_split(parser: Parser) -> None:
     add("--seed N", "seed of the choice of files", type=int, default=0)
     arguments = parser.read()
     from refocused.data.manifest.shard_manifest import build_manifest
+    from refocused.prepare.manifest_changes import choose_validation
 
     manifest = build_manifest(*open_source(arguments))
     names, tokens = choose_validation(manifest, ratio=arguments.val_ratio, seed=arguments.seed)
@@ -508,98 +472,40 @@ def run_manifest(parser: Parser) -> None:
     stored("--update", "add files that the stored manifest does not list")
     arguments = parser.read()
     from refocused.data.formats.object_names import MANIFEST_NAME
-    from refocused.data.manifest import shard_manifest
+    from refocused.data.manifest.shard_manifest import manifest_to_json, write_manifest
+    from refocused.prepare.manifest_changes import add_files, describe_set, with_checksums
 
     bucket, data = open_source(arguments)
-    if arguments.update:
-        manifest, lines = _updated_manifest(bucket, data)
-    else:
-        # Read the files' headers, not an earlier manifest.
-        data = data.model_copy(update={"exclude": (*data.exclude, MANIFEST_NAME)})
-        manifest = shard_manifest.build_manifest(bucket, data)
-        gone: list[str] = []
-        if bucket.info(MANIFEST_NAME) is not None:
-            earlier = shard_manifest.read_manifest(bucket)
-            names = {shard.name for shard in manifest.shards}
-            gone = sorted(shard.name for shard in earlier.shards if shard.name not in names)
-            manifest = _with_known(manifest, earlier)
-        if arguments.write:
-            manifest = _with_checksums(bucket, manifest)
-            shard_manifest.write_manifest(bucket, manifest)
-        lines = [
-            f"{counted(len(manifest.shards), 'file')}, {size_text(manifest_bytes(manifest))}",
-            f"  {manifest.tokens:,} tokens, tokenizer {manifest.tokenizer}",
-            f"  fingerprint {manifest.fingerprint[:16]}",
-        ]
-        if gone:
-            lines.append(
-                f"  without {counted(len(gone), 'file')} of the stored one, such as {gone[0]}"
-            )
-    if arguments.json:
-        print(shard_manifest.manifest_to_json(manifest), end="")
-        return
-    print(f"{arguments.source}: " + "\n".join(lines))
-    if arguments.write:
-        print(f"  written as {MANIFEST_NAME}", file=sys.stderr)
-
-
-def _updated_manifest(bucket: Bucket, data: DataConfig) -> tuple[Manifest, list[str]]:
-    """Add the files that the stored manifest does not list; return it and what changed."""
-    from refocused.data.formats.object_names import MANIFEST_NAME
-    from refocused.data.manifest import shard_manifest
-    from refocused.data.manifest.shard_manifest import unlisted_names
-
-    listing = {blob.name: blob for blob in bucket.list()}
-    if MANIFEST_NAME not in listing:
-        raise ShardError(f"{bucket.url} has no {MANIFEST_NAME} to update. Make one with --write.")
-    earlier = shard_manifest.read_manifest(bucket)
-    shard_manifest.check_tokenizer(earlier, data, url=bucket.url)
-    names = unlisted_names(listing, listed={shard.name for shard in earlier.shards}, data=data)
-    lines = [f"{len(names):,} files are added to {len(earlier.shards):,}"]
-    if not names:
-        return earlier, lines
-    added = shard_manifest.describe_files(bucket, [listing[name] for name in names], data)
-    described = _with_checksums(bucket, dataclasses.replace(earlier, shards=added)).shards
-    shards = sorted([*earlier.shards, *described], key=lambda shard: shard.name)
-    manifest = dataclasses.replace(earlier, shards=tuple(shards))
-    shard_manifest.write_manifest(bucket, manifest)
-    lines += [
-        f"  {earlier.tokens:,} -> {manifest.tokens:,} tokens",
-        f"  fingerprint {earlier.fingerprint[:16]} -> {manifest.fingerprint[:16]}",
-        "  A run on these data goes on without the new files. To resume it after a stop, add",
-        "  --allow-change data: it then begins a new epoch over all files.",
-    ]
-    return manifest, lines
-
-
-def _with_known(manifest: Manifest, earlier: Manifest) -> Manifest:
-    """Keep what an earlier manifest has and headers lack."""
-    known = {(shard.name, shard.size, shard.tokens): shard for shard in earlier.shards}
-
-    def completed(shard: Shard) -> Shard:
-        row = known.get((shard.name, shard.size, shard.tokens), shard)
-        kept = ("max_id", "documents", "packed_for", "document_id")
-        return dataclasses.replace(shard, **{name: getattr(row, name) for name in kept})
-
-    shards = tuple(completed(shard) for shard in manifest.shards)
-    tokenizer = earlier.tokenizer if manifest.tokenizer == "unknown" else manifest.tokenizer
-    if tokenizer == earlier.tokenizer:
-        return dataclasses.replace(earlier, shards=shards)
-    return dataclasses.replace(manifest, shards=shards, tokenizer=tokenizer, vocabulary=None)
-
-
-def _with_checksums(bucket: Bucket, manifest: Manifest) -> Manifest:
-    """Compute the checksums that the store does not keep."""
-    from refocused.bucket.bucket import stored_crc32c
-
-    total, done, shards = manifest_bytes(manifest), 0, []
     with progress_line("manifest") as show:
-        for shard in manifest.shards:
-            show(done, total)
-            known = stored_crc32c(bucket, shard.blob)
-            shards.append(dataclasses.replace(shard, crc32c=known, sample=None))
-            done += shard.size
-    return dataclasses.replace(manifest, shards=tuple(shards))
+        if arguments.update:
+            earlier, manifest, added = add_files(bucket, data, progress=show)
+            lines = [f"{len(added):,} files are added to {len(earlier.shards):,}"]
+            if added:
+                lines += [
+                    f"  {earlier.tokens:,} -> {manifest.tokens:,} tokens",
+                    f"  fingerprint {earlier.fingerprint[:16]} -> {manifest.fingerprint[:16]}",
+                    "  A run on these data goes on without the new files. To resume it with them, "
+                    "add\n  --allow-change data: it then begins a new epoch over all files.",
+                ]
+        else:
+            manifest, gone = describe_set(bucket, data)
+            if arguments.write:
+                manifest = with_checksums(bucket, manifest, progress=show)
+                write_manifest(bucket, manifest)
+            lines = [
+                f"{counted(len(manifest.shards), 'file')}, {size_text(manifest.bytes)}",
+                f"  {manifest.tokens:,} tokens, tokenizer {manifest.tokenizer}",
+                f"  fingerprint {manifest.fingerprint[:16]}",
+            ]
+            if gone:
+                lost = f"  without {counted(len(gone), 'file')} of the stored one"
+                lines.append(f"{lost}, such as {gone[0]}")
+            if arguments.write:
+                lines.append(f"  written as {MANIFEST_NAME}")
+    if arguments.json:
+        print(manifest_to_json(manifest), end="")
+    else:
+        print(f"{arguments.source}: " + "\n".join(lines))
 
 
 def run_sync(parser: Parser) -> None:

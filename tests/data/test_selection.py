@@ -3,8 +3,8 @@ import dataclasses
 import pytest
 from shard_samples import settings
 
-from refocused.commands.prepare_data import choose_validation
 from refocused.data.manifest.shard_manifest import Manifest, Shard, chosen_names
+from refocused.prepare.manifest_changes import choose_validation
 from refocused.system.errors import BucketError, ShardError
 
 NAMES = ["README.txt", "a/b/x.npz", "c/b/x.npz", "t_0.npy", "t_1.npy", "val_0.npy", "z.json"]

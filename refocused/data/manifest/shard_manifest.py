@@ -143,6 +143,11 @@ class Manifest:
         return sum(shard.tokens for shard in self.shards)
 
     @functools.cached_property
+    def bytes(self) -> int:
+        """Bytes of all files."""
+        return sum(shard.size for shard in self.shards)
+
+    @functools.cached_property
     def fingerprint(self) -> str:
         """SHA-256 (hexadecimal) of all files' rows, independent of packing."""
         files = [file for shard in self.shards for file in shard.files]
