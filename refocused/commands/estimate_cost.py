@@ -46,7 +46,7 @@ def run_estimate_cost(parser: Parser) -> int:
     if (arguments.config is None) == (arguments.measured is None):
         raise ConfigError("Name either --config FILE or --measured RUN.")
     if arguments.measured is not None:
-        from refocused.commands.run_measured import measure, measured_spec
+        from refocused.commands.run_measured import measure
         from refocused.commands.run_selection import find_run
 
         if arguments.overrides or arguments.sweep or arguments.gpus or arguments.gpu:
@@ -59,8 +59,8 @@ def run_estimate_cost(parser: Parser) -> int:
             budget_usd=arguments.budget,
             now=time.time(),
         )
-        facts = (f"{name:<10} {value}" for name, value in measured_spec(measured))
-        print_result(measured, facts, as_json=arguments.json)
+        lines = [f"{name:<10} {value}" for name, value in measured.facts()]
+        print_result(measured.as_record(), lines, as_json=arguments.json)
         return ExitCode.OK
     swept = arguments.sweep
     if swept is not None and not re.fullmatch("gpus=[1-9][0-9]*(,[1-9][0-9]*)*", swept):

@@ -164,7 +164,7 @@ def test_a_stopped_run_by_hand_over_a_rewind(here: Path, capsys: Capture) -> Non
 def test_a_run_that_trains_has_used_the_time_since_its_last_line(here: Path) -> None:
     run = write_run(here, "training")
     now = 1_795_338_000.0 + 100  # 2026-11-22T09:00:00Z and a hundred seconds
-    found = measure(run, per_hour_usd=None, budget_usd=None, now=now)
+    found = measure(run, per_hour_usd=None, budget_usd=None, now=now).as_record()
     assert found["seconds_left"] == 1000.0
     assert found["ends"] == now + 1000.0
     assert [found[name] for name in ("cost_usd", "cost_left_usd", "budget_step")] == [None] * 3
