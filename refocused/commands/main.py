@@ -67,8 +67,22 @@ VERBS = {
         "compare": ("evaluate", "compare models, or a run's checkpoints, by tasks"),
     },
     **{one: {"": (one, COMMANDS[one])} for one in ("init", "doctor", "generate", "estimate_cost")},
+    "monitor": {"": ("monitor", COMMANDS["monitor"])},
     "stop": {"": ("monitor", COMMANDS["stop"])},
 }
+HELP = f"""usage: refocused COMMAND [options]
+
+Pre-train language models of about one billion parameters with DeepSpeed ZeRO-3.
+
+commands:
+{{commands}}
+
+options:
+  --version             print the version
+  --completion SHELL    print the completion script for {", ".join(SHELLS)}
+
+Options of a command: refocused COMMAND --help
+Example: refocused launch --config demo"""
 
 
 def main() -> int:
@@ -79,7 +93,8 @@ def main() -> int:
     first = arguments[0] if arguments else ""
     name = first.replace("-", "_")
     if first in ("", "-h", "--help"):
-        print(_help())
+        commands = "\n".join(f"  {name:<14} {what}" for name, what in COMMANDS.items())
+        print(HELP.format(commands=commands))
         return 0 if first else 2
     if first == "--version":
         print(f"refocused {importlib.import_module('refocused').__version__}")
@@ -102,18 +117,6 @@ def main() -> int:
     print(f"error: unknown {what}.{did_you_mean(name, COMMANDS)}", file=sys.stderr)
     print("hint: refocused --help lists the commands.", file=sys.stderr)
     return 2
-
-
-def _help() -> str:
-    commands = "\n".join(f"  {name:<14} {what}" for name, what in COMMANDS.items())
-    return (
-        "usage: refocused COMMAND [options]\n\n"
-        "Pre-train language models of about one billion parameters with DeepSpeed ZeRO-3.\n\n"
-        f"commands:\n{commands}\n\noptions:\n"
-        "  --version             print the version\n"
-        f"  --completion SHELL    print the completion script for {', '.join(SHELLS)}\n\n"
-        "Options of a command: refocused COMMAND --help\nExample: refocused launch --config demo"
-    )
 
 
 def _completion(shell: str) -> str:

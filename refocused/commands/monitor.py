@@ -20,18 +20,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from refocused.commands.arguments import (
-    Parser,
-    add_credentials,
-    bucket_at,
-    program,
-    quiet_on_a_closed_pipe,
-    report,
-)
+from refocused.commands.arguments import Parser, add_credentials, bucket_at
 from refocused.commands.output import count, positive
 from refocused.commands.run_selection import RUNS, find_run, whole_steps
-from refocused.system.errors import ConfigError, ExitCode, RefocusedError, as_typed, how_to_install
+from refocused.system.errors import ConfigError, RefocusedError, as_typed, how_to_install
 from refocused.system.launchers import end_with_parent
+from refocused.system.logs import print_message
 
 if TYPE_CHECKING:
     from refocused.monitor.run_reader import RunReader
@@ -47,14 +41,13 @@ WEB_PORT = 8765
 SERVER = "REFOCUSED_WEB_SERVER"  # its process id, for what it starts
 
 
-def build_parser() -> Parser:
-    """Describe the command line."""
-    parser = Parser(
-        program("monitor"),
-        description="Watch runs on a live screen. It only reads their files, so it cannot disturb "
-        "training. With --collect, record the GPUs of a machine without a run.",
-        examples=("demo", "--once --json runs/demo", "--list", "demo --web"),
+def run_monitor(parser: Parser) -> None:
+    """Show runs, record a machine, or write a summary."""
+    parser.description = (
+        "Watch runs on a live screen. It only reads their files, so it cannot disturb training. "
+        "With --collect, record the GPUs of a machine without a run."
     )
+    parser.examples = ("demo", "--once --json runs/demo", "--list", "demo --web")
     runs = "folders, or names in runs/ (default: all there, newest first)"
     parser.add_argument("run", nargs="*", help=runs)
     add = parser.group("output")
@@ -72,78 +65,66 @@ def build_parser() -> Parser:
     add = parser.group("storage")
     add("--bucket URL", "read the logs of all machines of the named runs there (checkpoint.mirror)")
     add_credentials(parser)
-    return parser
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit code."""
-    parser, copies = build_parser(), contextlib.ExitStack()
-    arguments = parser.read(argv)
+    arguments = parser.read()
     forms = [name for name in FORMS if getattr(arguments, name)]
     if len(forms) > 1 and set(forms) not in ({"once", "json"}, {"list", "json"}):
         parser.error(f"--{forms[0]} and --{forms[1]} exclude each other. Keep one")
     if SERVER in os.environ:  # the screen of one browser window
         end_with_parent(int(os.environ[SERVER]))
-    try:
-        for form in set(forms) - {"collect", "web"}:
-            unused = ["interval"] if form in ("once", "list") else ["interval", "ascii"]
-            parser.refuse(arguments, f"has no effect with --{form}", *unused)
-        if not arguments.bucket:
-            parser.refuse(arguments, "needs --bucket", "gcs_credentials", "gcp_project")
+    for form in set(forms) - {"collect", "web"}:
+        unused = ["interval"] if form in ("once", "list") else ["interval", "ascii"]
+        parser.refuse(arguments, f"has no effect with --{form}", *unused)
+    if not arguments.bucket:
+        parser.refuse(arguments, "needs --bucket", "gcs_credentials", "gcp_project")
+    if arguments.collect:
+        parser.refuse(arguments, "has no effect with --collect", "bucket", "wait", "ascii")
+    elif arguments.bucket and (not arguments.run or arguments.web):
+        raise ConfigError("--bucket needs the name of a run, and --web cannot show it.")
+    with contextlib.suppress(KeyboardInterrupt), contextlib.ExitStack() as copies:
         if arguments.collect:
-            parser.refuse(arguments, "has no effect with --collect", "bucket", "wait", "ascii")
-            return _collect(arguments.run, interval_seconds=arguments.interval)
+            _collect(arguments.run, interval_seconds=arguments.interval)
+            return
         if arguments.bucket:
             from refocused.checkpoints.mirror.mirror_logs import followed
 
-            if not arguments.run or arguments.web:
-                raise ConfigError("--bucket needs the name of a run, and --web cannot show it.")
             bucket = bucket_at(arguments.bucket, arguments)
             arguments.run = copies.enter_context(followed(bucket, arguments.run))
-        folders = [
-            find_run(run, must_exist=not arguments.wait, option=None) for run in arguments.run
-        ]
-        all_runs = folders or _runs_by_age()
-        newest = folders or all_runs[:1]
-        ascii_only = arguments.ascii or not has_utf8_terminal(locale.getencoding(), os.environ)
-        is_shown = sys.stdout.isatty() or arguments.web or "TEXTUAL_DRIVER" in os.environ
-        with quiet_on_a_closed_pipe():
-            if arguments.summary or arguments.page:
-                _summarize(newest, arguments.page)
-                return ExitCode.OK
-            if arguments.list or arguments.json or arguments.once or not is_shown:
-                shown_runs = all_runs if arguments.list else newest
-                views = [_reader(folder).read(time.time()) for folder in shown_runs]
-                if arguments.json:
-                    records = [view.as_record() for view in views]
-                    print(json.dumps(records[0] if len(records) == 1 else records, indent=1))
-                    return ExitCode.OK
-                from rich.console import Console
+        _show(arguments)
 
-                from refocused.monitor.screen.run_lines import all_lines, run_rows, shown
 
-                rows = run_rows(views) if arguments.list else []
-                for view in () if arguments.list else views:
-                    rows += all_lines(view, events=EVENTS_PRINTED)
-                console = Console(highlight=False, soft_wrap=True)
-                for line in shown(rows, ascii_only=ascii_only):
-                    console.print(line)
-                return ExitCode.OK
-        if arguments.web:
-            _serve(all_runs, arguments)
-            return ExitCode.OK
+def _show(arguments: argparse.Namespace) -> None:
+    named = [find_run(run, must_exist=not arguments.wait, option=None) for run in arguments.run]
+    all_runs = named or _runs_by_age()
+    newest = named or all_runs[:1]
+    ascii_only = arguments.ascii or not has_utf8_terminal(locale.getencoding(), os.environ)
+    is_shown = sys.stdout.isatty() or arguments.web or "TEXTUAL_DRIVER" in os.environ
+    if arguments.summary or arguments.page:
+        _summarize(newest, arguments.page)
+    elif arguments.list or arguments.json or arguments.once or not is_shown:
+        shown_runs = all_runs if arguments.list else newest
+        views = [_reader(folder).read(time.time()) for folder in shown_runs]
+        if arguments.json:
+            records = [view.as_record() for view in views]
+            print(json.dumps(records[0] if len(records) == 1 else records, indent=1))
+            return
+        from rich.console import Console
+
+        from refocused.monitor.screen.run_lines import all_lines, run_rows, shown
+
+        rows = run_rows(views) if arguments.list else []
+        for view in () if arguments.list else views:
+            rows += all_lines(view, events=EVENTS_PRINTED)
+        console = Console(highlight=False, soft_wrap=True)
+        for line in shown(rows, ascii_only=ascii_only):
+            console.print(line)
+    elif arguments.web:
+        _serve(all_runs, arguments)
+    else:
         from refocused.monitor.screen.live_screen import Dashboard
 
         readers = [_reader(folder) for folder in all_runs]
         seconds = arguments.interval
         Dashboard(readers, interval_seconds=seconds, ascii_only=ascii_only).run()
-    except RefocusedError as error:
-        return report(error)
-    except KeyboardInterrupt:
-        pass
-    finally:
-        copies.close()
-    return ExitCode.OK
 
 
 def port(text: str) -> int:
@@ -161,7 +142,7 @@ def _runs_by_age() -> list[Path]:
     return [path.parent for path in states] or [newest]
 
 
-def _collect(named: Sequence[str], *, interval_seconds: float) -> int:
+def _collect(named: Sequence[str], *, interval_seconds: float) -> None:
     from refocused.monitor.sampler.sampler import Sampler, take_turn
     from refocused.monitor.sampler.start_sampler import SamplerSettings
 
@@ -183,13 +164,12 @@ def _collect(named: Sequence[str], *, interval_seconds: float) -> int:
         raise RefocusedError(
             f"Cannot write to {folder} ({error.strerror}). Choose another folder."
         ) from error
-    print(
+    print_message(
+        "hint",
         f"Recording to {samples} every {interval_seconds:g} s until Ctrl+C. "
         f"Watch it with: {as_typed('monitor')} {folder}",
-        file=sys.stderr,
     )
     sampler.run()
-    return ExitCode.OK
 
 
 def _serve(folders: Sequence[Path], arguments: argparse.Namespace) -> None:
@@ -198,7 +178,7 @@ def _serve(folders: Sequence[Path], arguments: argparse.Namespace) -> None:
     except ImportError as error:
         fix = how_to_install("textual-serve")
         raise ConfigError(f"--web needs textual-serve. Install it: {fix}") from error
-    show = [sys.executable, "-P", "-m", "refocused.commands.monitor", "--wait"]
+    show = [sys.executable, "-P", "-m", "refocused", "monitor", "--wait"]
     show += ["--interval", str(arguments.interval), *(["--ascii"] if arguments.ascii else [])]
     show += [str(folder.absolute()) for folder in folders]
     try:
@@ -268,7 +248,7 @@ def open_in_screen(run: Path) -> str:
         )
 
     attach = f"screen -U -r {name} shows {run} (Ctrl+A D detaches, q quits)"
-    watch = [sys.executable, "-P", "-m", "refocused.commands.monitor"]
+    watch = [sys.executable, "-P", "-m", "refocused", "monitor"]
     # Curves and colours need -U, a terminal of 256 colours, and a UTF-8 locale, which the starting
     # process may not have.
     opening = ["-U", "-T", "screen-256color", "-dmS", name, *watch, "--wait", str(run.absolute())]
@@ -291,7 +271,7 @@ def session_name(run: Path) -> str:
     return f"monitor-{name}-{hashlib.sha256(os.fsencode(path)).hexdigest()[:6]}"
 
 
-def run_stop(parser: Parser) -> int:
+def run_stop(parser: Parser) -> None:
     """Ask a run to save and stop after the step it is in, or end it now."""
     parser.examples = ("demo --wait",)
     run = "the run's folder, or its name in runs/ (default: the newest there)"
@@ -319,10 +299,9 @@ def run_stop(parser: Parser) -> int:
             raise ConfigError(f"{folder} trains on {host}: use --now and --wait there.")
         (folder / "STOP").touch()
         print(f"{folder}: if it still trains on {host}, it will save after its step and stop.")
-        return ExitCode.OK
+        return
     if not is_running(state):
-        print(f"{folder}: the run is not running (status: {state.get('status')}).", file=sys.stderr)
-        return ExitCode.FAILED
+        raise RefocusedError(f"{folder}: the run is not running (status: {state.get('status')}).")
     (folder / "STOP").touch()  # also keeps a supervisor from starting it again
     if arguments.now and liveness_of(state) == "alive":
         with contextlib.suppress(ProcessLookupError):
@@ -334,8 +313,3 @@ def run_stop(parser: Parser) -> int:
         print(f"{folder}: stopping; it has not begun to train, and changes nothing.")
     while arguments.wait and is_running(read_json(folder / "state.json") or {}):
         time.sleep(STOP_POLL_SECONDS)
-    return ExitCode.OK
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -28,7 +28,7 @@ def test_characters_that_the_output_cannot_show_are_escaped(
     out = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
     monkeypatch.setattr(sys, "stdout", out)
     monkeypatch.setattr(main, "_module", lambda _name: Writer)
-    assert main.run_command("monitor", []) == 0
+    assert main.run_command("launch", []) == 0
     out.flush()
     assert out.buffer.getvalue() == b"\xe9 \\u6f22\n"  # type: ignore[attr-defined]
 

@@ -45,8 +45,9 @@ def test_the_process_of_a_state_is_looked_for(
 def test_no_form_of_it_imports_torch_nor_writes(run: WatchedRun) -> None:
     before = {path: path.stat().st_mtime_ns for path in run.folder.rglob("*")}
     program = (
-        "import sys; from refocused.commands.monitor import main;"
-        "codes = [main([form, 'one']) for form in ('--once', '--json', '--list')];"
+        "import sys; from refocused.commands.main import run_command;"
+        "forms = ('--once', '--json', '--list');"
+        "codes = [run_command('monitor', [form, 'one']) for form in forms];"
         "import refocused.monitor.screen.live_screen;"
         "assert not {'torch', 'deepspeed', 'matplotlib'} & set(sys.modules); sys.exit(sum(codes))"
     )

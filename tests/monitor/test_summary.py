@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from monitor.watched_run import GPU, NOW, new_run
 
-from refocused.commands.monitor import main
+from refocused.commands.main import run_command
 from refocused.metrics.history import StepMetrics, read_history
 from refocused.metrics.jsonl import JsonLinesTail
 from refocused.monitor import readings
@@ -177,11 +177,11 @@ def test_one_page_compares_runs(tmp_path, capsys):
         other.begin()
         folders.append(str(other.folder))
     out = tmp_path / "pages" / "both.html"
-    assert main([*folders, "--page", str(out)]) == 0
+    assert run_command("monitor", [*folders, "--page", str(out)]) == 0
     assert capsys.readouterr().out == f"{out}\n"
     assert len(embedded(out.read_text())) == 2
     (tmp_path / "file").touch()
-    assert main([*folders, "--page", str(tmp_path / "file" / "page.html")]) == 1
+    assert run_command("monitor", [*folders, "--page", str(tmp_path / "file" / "page.html")]) == 1
     assert "another place with --page." in capsys.readouterr().err
 
 

@@ -4,16 +4,16 @@ import signal
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import psutil
 import pytest
 import requests
 from monitor.watched_run import new_run
+from ranks import ROOT
 
-from refocused.commands import monitor
+from refocused.commands.main import run_command
 
-MONITOR = [sys.executable, "-m", "refocused.commands.monitor"]
+MONITOR = [sys.executable, "-m", "refocused", "monitor"]
 
 
 @pytest.mark.slow
@@ -23,7 +23,7 @@ def test_the_screen_in_a_browser_needs_the_token_and_ends_with_its_server(tmp_pa
     new_run(tmp_path / "runs").begin(run="one")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    environment = {**os.environ, "PYTHONPATH": str(Path(monitor.__file__).parents[2])}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [*MONITOR, "one", "--web", str(port)]
     with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE) as server:
         try:
@@ -83,7 +83,7 @@ def test_a_port_in_use_is_named_and_no_address_is_printed(tmp_path, capsys):
     run.begin()
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        assert monitor.main([str(run.folder), "--web", port]) == 1
+        assert run_command("monitor", [str(run.folder), "--web", port]) == 1
     printed = capsys.readouterr()
     assert printed.out == "" and f"Port {port} cannot be used" in printed.err
 
@@ -93,6 +93,6 @@ def test_without_the_package_its_installation_is_named(tmp_path, monkeypatch, ca
     run.begin()
     for module in ("textual_serve.server", "refocused.monitor.screen.web_server"):
         monkeypatch.setitem(sys.modules, module, None)
-    assert monitor.main([str(run.folder), "--web"]) == 2
+    assert run_command("monitor", [str(run.folder), "--web"]) == 2
     fix = f"{sys.executable} -m pip install textual-serve"
     assert capsys.readouterr().err == f"error: --web needs textual-serve. Install it: {fix}\n"

@@ -217,7 +217,7 @@ def write_summary(run: Path) -> str:
     reason = f"it took more than {SUMMARY_SECONDS:.0f} s"
     with contextlib.suppress(subprocess.TimeoutExpired):
         written = subprocess.run(
-            [sys.executable, "-P", "-m", "refocused.commands.monitor", str(run), "--summary"],
+            [sys.executable, "-P", "-m", "refocused", "monitor", str(run), "--summary"],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
