@@ -15,7 +15,6 @@ from typing import Any
 from refocused.bucket.open_bucket import open_bucket
 from refocused.checkpoints.resume.catalog import Catalog, CatalogEntry
 from refocused.commands.estimate_cost import GPU, estimate_of
-from refocused.commands.generate import model_for_inference
 from refocused.commands.run_selection import (
     RunChoice,
     catalog_of,
@@ -65,6 +64,8 @@ def load(
         model, choice = str(checkpoint), RunChoice(str(find_run(model, option=None)))
     elif "://" not in model:
         model = str(folder.absolute())
+    from refocused.evaluate.load_model import model_for_inference  # imports torch
+
     loaded = model_for_inference(
         model_source(model, choice),
         device=device,

@@ -298,6 +298,20 @@ def chosen(kind: type[T], arguments: argparse.Namespace, **others: Any) -> T:
     return kind(**{name: getattr(arguments, name) for name in names}, **others)
 
 
+@contextlib.contextmanager
+def option_errors(**options: str) -> Iterator[None]:
+    """Turn what pydantic refuses into a ConfigError; `options` are those not named as its field."""
+    import pydantic
+
+    try:
+        yield
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        name = str(first["loc"][0])
+        option = options.get(name, name).replace("_", "-")
+        raise ConfigError(f"--{option} {first['input']!r}: {first['msg']}.") from None
+
+
 def add_tokenizer_options(parser: Parser) -> None:
     """Add the options of `tokenizer_choice`."""
     add = parser.group("tokenizer")
@@ -331,15 +345,9 @@ def add_reading_options(parser: Parser) -> None:
 
 def data_settings(arguments: argparse.Namespace, source: str) -> DataConfig:
     """Return the data section of the reading options; raise ConfigError if one is wrong."""
-    import pydantic
-
     from refocused.config.data import DataConfig
 
     names = ("dtype", "pad_id", "separator_id", "tokenizer", "include", "exclude", "max_files")
     given = {name: getattr(arguments, name) for name in names}
-    try:
+    with option_errors(fetch_threads="threads"):
         return DataConfig(source=source, fetch_threads=arguments.threads, **given)
-    except pydantic.ValidationError as error:
-        first = error.errors()[0]
-        name = str(first["loc"][0]).replace("_", "-").replace("fetch-threads", "threads")
-        raise ConfigError(f"--{name} {first['input']!r}: {first['msg']}.") from None

@@ -17,7 +17,6 @@ from refocused.system.launchers import complete_environment
 from refocused.system.number_text import duration
 
 if TYPE_CHECKING:
-    from refocused.config.optimization import Dtype
     from refocused.evaluate.evaluation import Evaluated
     from refocused.evaluate.multiple_choice import Measure
     from refocused.evaluate.tasks import TaskFile
@@ -107,17 +106,6 @@ def ranks(device: str) -> World:
     return World(device_kind=kind)
 
 
-def usual_dtype(device: str) -> Dtype:
-    """Return the default precision of a device."""
-    import torch
-
-    from refocused.estimate.memory_plan import native_dtype
-
-    if not device.startswith("cuda"):
-        return "fp32"
-    return native_dtype(capability=torch.cuda.get_device_capability(device)).dtype
-
-
 def evaluated(
     request: str,
     arguments: argparse.Namespace,
@@ -129,6 +117,7 @@ def evaluated(
 ) -> Evaluated:
     """Evaluate a model as the command line asks; `label` is the start of the progress line."""
     from refocused.evaluate.evaluation import evaluate_model
+    from refocused.evaluate.load_model import usual_dtype
 
     def show(task: str, done: int, total: int) -> None:
         """Show progress on a terminal, until the last batch."""

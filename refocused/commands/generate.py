@@ -11,19 +11,23 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from refocused.commands.arguments import Parser, add_tokenizer_options, chosen, tokenizer_choice
+from refocused.commands.arguments import (
+    Parser,
+    add_tokenizer_options,
+    chosen,
+    option_errors,
+    tokenizer_choice,
+)
 from refocused.commands.checkpoints.show import print_entries
-from refocused.commands.evaluate import add_dtype_option, usual_dtype
+from refocused.commands.evaluate import add_dtype_option
 from refocused.commands.output import count, print_result
 from refocused.commands.run_selection import add_run_options, list_steps, model_source, run_choice
 from refocused.system.errors import CheckpointError, ConfigError
 from refocused.system.logs import print_message
 
 if TYPE_CHECKING:
-    from refocused.config.optimization import Dtype
     from refocused.evaluate.generation import Generated, Sampling
     from refocused.evaluate.load_model import LoadedModel
-    from refocused.tokenizers.encoders import TokenizerChoice
 
 
 def run_generate(parser: Parser) -> None:
@@ -63,23 +67,21 @@ def run_generate(parser: Parser) -> None:
     if arguments.temperature == 0:  # the most likely token is always taken
         of_chance = ("top_k", "top_p", "min_p", "seed")
         parser.refuse(arguments, "has no effect with --temperature 0", *of_chance)
-    import pydantic
-
     from refocused.evaluate.generation import Sampling, generate
+    from refocused.evaluate.load_model import model_for_inference
 
     prompts = _prompts(arguments)
-    try:
+    with option_errors(stops="stop"):
         sampling = chosen(Sampling, arguments, stops=tuple(arguments.stop))
-    except pydantic.ValidationError as error:
-        first = error.errors()[0]
-        option = str(first["loc"][0]).replace("_", "-").replace("stops", "stop")
-        raise ConfigError(f"--{option} {first['input']!r}: {first['msg']}.") from None
     if prompts is None and arguments.json:
         raise ConfigError("--json needs a prompt.")
     if arguments.model is None:
         arguments.model = _picked_step(arguments)
+    source = model_source(arguments.model, run_choice(arguments))
+    if sys.stderr.isatty():
+        print_message(None, f"loading {source}")
     model = model_for_inference(
-        model_source(arguments.model, run_choice(arguments)),
+        source,
         device=arguments.device,
         dtype=arguments.dtype,
         tokenizer=tokenizer_choice(arguments),
@@ -163,36 +165,6 @@ def _picked_step(arguments: argparse.Namespace) -> str:
             print_message("error", str(error))
             continue
         return request
-
-
-def model_for_inference(
-    source: Path,
-    *,
-    device: str | None = None,
-    dtype: Dtype | None = None,
-    tokenizer: TokenizerChoice | None = None,
-    without_tokenizer: bool = False,
-) -> LoadedModel:
-    """Load the model in a folder on a device; see `load_model` and the options of `generate`."""
-    import torch
-
-    from refocused.evaluate.load_model import load_model
-
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).partition("\n")[0]
-        raise ConfigError(f"--device {device}: {reason}. Name cpu, cuda or cuda:N.") from None
-    if sys.stderr.isatty():
-        print(f"loading {source}", file=sys.stderr)
-    return load_model(
-        source,
-        dtype=dtype or usual_dtype(device),
-        device=device,
-        tokenizer=tokenizer,
-        without_tokenizer=without_tokenizer,
-    )
 
 
 def _converse(model: LoadedModel, sampling: Sampling) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from refocused.checkpoints.step.checkpoint_directory import read_checkpoint
 from refocused.checkpoints.step.checkpoint_manifest import MANIFEST
 from refocused.config.model_shape import MOST_LAYERS
+from refocused.estimate.memory_plan import native_dtype
 from refocused.evaluate.export_copy import other_form
 from refocused.evaluate.model_weights import (
     TORCH_DTYPES,
@@ -23,7 +24,7 @@ from refocused.evaluate.model_weights import (
 )
 from refocused.models.families import register_families
 from refocused.system.atomic_files import read_regular
-from refocused.system.errors import CheckpointError, RefocusedError, as_typed
+from refocused.system.errors import CheckpointError, ConfigError, RefocusedError, as_typed
 from refocused.system.strict_json import parse_json_object
 from refocused.tokenizers.encoders import TokenizerChoice, settings_file, turn_off_sampling
 from refocused.tokenizers.tokenizer_json import as_transformers, tokenizer_file
@@ -122,6 +123,41 @@ def load_model(
             f"(a transformers folder). Choose a checkpoint: {as_typed('checkpoints list')}"
         )
     return LoadedModel(network.to(device), chosen, source, facts)
+
+
+def usual_dtype(device: str) -> Dtype:
+    """Return the default precision of a device."""
+    if not device.startswith("cuda"):
+        return "fp32"
+    return native_dtype(capability=torch.cuda.get_device_capability(device)).dtype
+
+
+def model_for_inference(
+    source: Path,
+    *,
+    device: str | None = None,
+    dtype: Dtype | None = None,
+    tokenizer: TokenizerChoice | None = None,
+    without_tokenizer: bool = False,
+) -> LoadedModel:
+    """Load a model as `load_model` does, on a GPU if there is one, in what that computes fastest.
+
+    Raises:
+        ConfigError: There is no such device.
+    """
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(f"--device {device}: {reason}. Name cpu, cuda or cuda:N.") from None
+    return load_model(
+        source,
+        dtype=dtype or usual_dtype(device),
+        device=device,
+        tokenizer=tokenizer,
+        without_tokenizer=without_tokenizer,
+    )
 
 
 def untrained(model: LoadedModel) -> LoadedModel:

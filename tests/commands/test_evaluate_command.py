@@ -11,9 +11,10 @@ from evaluate.harness import CONTEXT, MODELS, SCORES
 from ranks import Ended, ForkedRanks
 from safetensors.torch import load_file, save_file
 
-from refocused.commands.evaluate import draw_scores, steps_of_one_run, usual_dtype
+from refocused.commands.evaluate import draw_scores, steps_of_one_run
 from refocused.commands.main import run_command
 from refocused.evaluate.evaluation import Evaluated
+from refocused.evaluate.load_model import usual_dtype
 from refocused.evaluate.multiple_choice import Measure
 
 main = functools.partial(run_command, "evaluate")
