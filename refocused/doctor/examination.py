@@ -1,12 +1,17 @@
 """All checks of the doctor, their order, and what a failure makes unnecessary."""
 
 import dataclasses
+import json
 import os
 import shlex
 import socket
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from refocused.bucket.bucket import Bucket
 from refocused.bucket.open_bucket import BY_ENVIRONMENT, Credentials, open_bucket
@@ -29,7 +34,6 @@ from refocused.doctor.early import (
     sources_of,
 )
 from refocused.doctor.finding import Finding
-from refocused.doctor.ranks import judge_allreduce, judge_step, start_ranks
 from refocused.estimate.memory_plan import (
     BF16_CAPABILITY,
     Choice,
@@ -50,18 +54,29 @@ from refocused.monitor.sampler.machine_readings import memory_now
 from refocused.system.errors import (
     BucketError,
     ConfigError,
+    ExitCode,
     RefocusedError,
+    TrainingError,
     as_typed,
     counted,
     local_path,
 )
 from refocused.system.hardware import GpuSpec, cpu_flags, gpu_spec
 from refocused.system.number_text import duration, size_text
+from refocused.system.world import DeviceKind
 
 CPU_RANKS = 2
 # Training retries a bucket for minutes; the doctor should report an outage soon.
 BRIEF = Retry(attempts=4)
 SAMPLED_TOKENS, SAMPLED_TOKENS_QUICK = 4_000_000, 400_000
+LONGEST_SECONDS = 900.0
+GRACE_SECONDS = 30  # for the ranks to end after that
+# One direction of an NVLink of the A100 and H100. Assumed: the share of all links that a large
+# all-reduce reaches, and the least that PCIe gives.
+LINK_BYTES_PER_SECOND = 25e9
+REACHED_SHARE = 0.4
+LEAST_PCIE_BYTES_PER_SECOND = 2e9
+LATE = "no result before the time-out"
 
 
 @dataclasses.dataclass
@@ -101,10 +116,17 @@ class Examination:
             text = "skipped all other checks because packages are missing"
             yield Finding("machine", "warn", text, "Install them, then run doctor again.")
             return
-        if self.rented is not None and self.gpus is not None:
-            yield from self._without_gpus(self.rented, self.gpus)
-            return
         config = self.loaded.config
+        if self.rented is not None and self.gpus is not None:
+            yield from self._for_gpus(self.rented, self.gpus)
+            yield from self._but_machine(ranks=self.gpus)
+            text = (
+                "NOT CHECKED without the GPUs: their health and links, compilers, free memory and "
+            )
+            words = [without_secrets(w) if w.startswith("log") else w for w in self.arguments]
+            fix = f"On the machine: {as_typed('doctor')} {shlex.join(words)}"
+            yield Finding("step", "warn", f"{text}and disk, an all-reduce, a real step", fix)
+            return
         gpus = machine.probe_gpus(socket.gethostname(), wanted=self.gpus, environment=os.environ)
         requested = config.run.device
         device: Device = "cuda" if gpus.samples and requested != "cpu" else "cpu"
@@ -114,14 +136,7 @@ class Examination:
             yield machine.check_async_io(device)
         yield from machine.judge_gpus(gpus, wanted=self.gpus, device=requested)
         yield from self._memory(gpus, device=device, ranks=ranks)
-        yield from self._places()
-        yield from self._store()
-        yield from self._start_from()
-        yield from self._data()
-        if self._choice is not None:
-            yield from run_fits.check_disks(
-                self.loaded, self._choice, ranks=ranks, tokens=self._tokens
-            )
+        yield from self._but_machine(ranks=ranks)
         if self.is_quick:
             return
         if self._fails:
@@ -136,8 +151,22 @@ class Examination:
         if outcome.doing in (None, "step"):
             yield judge_step(outcome)
 
-    def _without_gpus(self, gpu: GpuSpec, ranks: int) -> Iterator[Finding]:
-        """Check everything but the machine, and report what it must have."""
+    def _but_machine(self, *, ranks: int) -> Iterator[Finding]:
+        """Check what a start needs besides the machine, and the room for it."""
+        yield from self._places()
+        yield from self._store()
+        yield from self._start_from()
+        yield from self._data()
+        if self._choice is not None:
+            needs = run_fits.disk_needs(self.loaded, self._choice, ranks=ranks, tokens=self._tokens)
+            if self.rented is None:
+                yield from run_fits.check_disks(needs)
+            else:
+                parts = ", ".join(f"{size_text(need.wanted_bytes)} {need.what}" for need in needs)
+                yield Finding("disk", "ok", f"needs {parts}")
+
+    def _for_gpus(self, gpu: GpuSpec, ranks: int) -> Iterator[Finding]:
+        """Report what the run needs and costs on GPUs that are not here."""
         ranks_here, memory_bytes = min(ranks, GPUS_A_MACHINE), gpu.memory_gib * 2**30
         if self.loaded.config.precision.dtype == "auto":
             self.loaded = with_dtype(self.loaded, "bf16")  # every known GPU has it
@@ -165,18 +194,6 @@ class Examination:
             where = "" if likely.cost_usd or usd is None else ", at the cheapest price known"
             text = f"about {duration(likely.hours * 3600)}{money} on {ranks} x {gpu.name}{where}"
             yield Finding("cost", "ok", f"{text}, without tasks")
-        yield from self._places()
-        yield from self._store()
-        yield from self._start_from()
-        yield from self._data()
-        if self._choice is not None:
-            needs = run_fits.disk_needs(self.loaded, self._choice, ranks=ranks, tokens=self._tokens)
-            parts = ", ".join(f"{size_text(need.wanted_bytes)} {need.what}" for need in needs)
-            yield Finding("disk", "ok", f"needs {parts}")
-        text = "NOT CHECKED without the GPUs: their health and links, compilers, free memory and "
-        given = [without_secrets(one) if one.startswith("log") else one for one in self.arguments]
-        fix = f"On the machine: {as_typed('doctor')} {shlex.join(given)}"
-        yield Finding("step", "warn", f"{text}disk, an all-reduce, a real step", fix)
 
     def _memory(self, gpus: machine.Gpus, *, device: Device, ranks: int) -> Iterator[Finding]:
         """Choose precision and ZeRO stage; check the memory of GPUs and machine."""
@@ -393,3 +410,106 @@ def judge_plan(
             return Finding("plan", "fail", str(error))
         text = f"{text}; expected: {step.as_text(batch.tokens)}"
     return Finding("plan", "ok", text)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RanksOutcome:
+    """Results of rank 0 (`allreduce`, `step`); if the start failed, in which of them, and why."""
+
+    ranks: int
+    results: Mapping[str, Any]
+    doing: str | None = None
+    failure: str | None = None
+
+
+def judge_allreduce(outcome: RanksOutcome, *, device: DeviceKind, nvlinks: int | None) -> Finding:
+    """Report whether the ranks can communicate, and how fast.
+
+    `nvlinks` is the smallest number of active links of a GPU.
+    """
+    library = "NCCL" if device == "cuda" else "gloo"
+    if outcome.doing == "allreduce":
+        fix = "NCCL_DEBUG=INFO shows more; check /dev/shm, firewalls and NCCL_SOCKET_IFNAME."
+        text = (
+            f"{counted(outcome.ranks, 'rank')} cannot communicate over {library}: {outcome.failure}"
+        )
+        return Finding("allreduce", "fail", text, fix if device == "cuda" else None)
+    result = outcome.results.get("allreduce")
+    if result is None:
+        return Finding("allreduce", "ok", "not needed by a single rank")
+    if not result["is_right"]:
+        text = f"{library} returns wrong sums over {counted(outcome.ranks, 'rank')}"
+        fix = "Try NCCL_P2P_DISABLE=1; if that helps, ask for another machine."
+        return Finding("allreduce", "fail", text, fix)
+    speed = float(result["bus_bytes_per_second"])
+    text = (
+        f"{library}, {counted(outcome.ranks, 'rank')}: {speed / 1e9:.2f} GB/s bus bandwidth "
+        f"({result['payload_bytes'] / 2**20:.0f} MiB in {result['seconds'] * 1e3:.1f} ms)"
+    )
+    least = REACHED_SHARE * (nvlinks or 0) * LINK_BYTES_PER_SECOND or LEAST_PCIE_BYTES_PER_SECOND
+    if device == "cuda" and speed < least:
+        text = f"{text}; at least {least / 1e9:.0f} are usual, so every step is slower"
+        fix = "Check nvidia-smi topo -m, and which links NCCL uses (NCCL_DEBUG=INFO)."
+        return Finding("allreduce", "warn", text, fix)
+    return Finding("allreduce", "ok", text)
+
+
+def judge_step(outcome: RanksOutcome) -> Finding:
+    """Report the result of the step."""
+    if outcome.failure is not None:
+        return Finding("step", "fail", f"failed: {outcome.failure}")
+    result = outcome.results["step"]
+    if not result:
+        return Finding("step", "ok", "the run is finished; it can be opened and loaded")
+    memory = ""
+    if result["peak_bytes"] is not None:
+        memory = (
+            f", {size_text(result['peak_bytes'])} of {size_text(result['gpu_bytes'])} a GPU "
+            f"(planned {size_text(result['planned_bytes'])})"
+        )
+    return Finding(
+        "step",
+        "ok",
+        f"{result['step']:,}, {result['tokens']:,} tokens, took {result['seconds']:.1f} s, loss "
+        f"{result['loss']:.4f} (untrained {result['untrained_loss']:.4f}){memory}; ZeRO-"
+        f"{result['zero_stage']}, micro-batch {result['micro_batch_size']}, {result['compute']}; "
+        f"{result['start_seconds']:.0f} s to start",
+    )
+
+
+def start_ranks(arguments: Sequence[str], *, ranks: int) -> RanksOutcome:
+    """Start the run by its own supervisor, as a dry run with a trial, and wait for the end of all.
+
+    `arguments` are those of `train`.
+    """
+    with tempfile.TemporaryDirectory(prefix="refocused-doctor-") as name:
+        results_file, output_file = Path(name, "trial.json"), Path(name, "stderr.txt")
+        command = [sys.executable, "-P", "-m", "refocused.commands.launch", *arguments]
+        command += ["--dry-run", "--first-step", str(results_file), "--grace", str(GRACE_SECONDS)]
+        imports = os.pathsep.join(path for path in sys.path if path)
+        with output_file.open("wb") as output:
+            launch = subprocess.Popen(
+                command,
+                env={**os.environ, "RANKS": str(ranks), "PYTHONPATH": imports},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=output,
+            )
+        is_late = False
+        try:
+            launch.wait(LONGEST_SECONDS)
+        except subprocess.TimeoutExpired:
+            is_late = True
+        finally:
+            launch.terminate()
+            code = launch.wait()
+        results = json.loads(results_file.read_bytes()) if results_file.is_file() else {}
+        lines = output_file.read_text(errors="replace").splitlines()
+    if code == ExitCode.OK:
+        return RanksOutcome(ranks, results)
+    lines = [line.strip() for line in lines if not line.startswith(("warning:", "hint:"))]
+    words = [line.removeprefix("error: ") for line in lines if line]
+    # A wrong setting does not reach the other ranks; its error cuts what is too long.
+    is_apart = results or code == ExitCode.WRONG_USE
+    text = str(TrainingError(" / ".join([LATE] * is_late + words) or f"exit code {code}"))
+    return RanksOutcome(ranks, results, "step" if is_apart else "allreduce", text)

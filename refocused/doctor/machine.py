@@ -245,69 +245,31 @@ def chosen(samples: Sequence[GpuSample]) -> Sequence[GpuSample]:
 
 
 def judge_gpus(
-    found: Gpus, *, wanted: int | None, device: Literal["auto", "cuda", "cpu"]
+    gpus: Gpus, *, wanted: int | None, device: Literal["auto", "cuda", "cpu"]
 ) -> Iterator[Finding]:
     """Report what about the GPUs stops a run or slows it down; `device` is `run.device`."""
+    samples = gpus.samples
     if device == "cpu":
         yield Finding("gpus", "ok", "not used (run.device=cpu)")
-    elif found.samples:
-        yield _count(found, wanted)
-        yield _torch(found, wanted)
-        yield from _health(found.samples)
-        yield from _free(found.samples)
-        if len(found.samples) > 1:
-            yield _links(found.samples)
-    elif found.is_fault:
-        yield Finding("gpus", "fail", str(found.note))
-    elif device == "cuda" or wanted is not None:
+        return
+    if not samples and gpus.is_fault:
+        yield Finding("gpus", "fail", str(gpus.note))
+        return
+    if not samples and (device == "cuda" or wanted is not None):
         fix = "Rent a machine with GPUs, or set run.device=cpu for a trial."
         text = "this machine has no NVIDIA driver, and the run needs GPUs"
         yield Finding("gpus", "fail", text, fix)
-    else:
+        return
+    if not samples:
         text = "none: the run would train on the CPU, which is only for trials"
         yield Finding("gpus", "warn", text)
-
-
-def _count(found: Gpus, wanted: int | None) -> Finding:
-    samples = found.samples
-    kinds = sorted({gpu.name for gpu in samples if gpu.name is not None})
-    first = max(samples, key=lambda gpu: not gpu.lost)
-    memory = f", {first.memory_total_gb:.1f} GB" if first.memory_total_gb else ""
-    cuda = f" (CUDA {'.'.join(map(str, found.driver_cuda))})" if found.driver_cuda else ""
-    text = f"{len(samples)} x {first.name or 'unknown'}{memory}, driver {found.driver}{cuda}"
-    if wanted is not None and wanted > len(samples):
-        fix = f"Start with {len(samples)}, or ask for a machine with {wanted}."
-        return Finding("gpus", "fail", f"{wanted} requested, found {text}", fix)
-    if len(kinds) > 1:
-        text = f"{len(samples)} of several kinds ({', '.join(kinds)}): the slowest sets the pace"
-        return Finding("gpus", "warn", text, "Select one kind with CUDA_VISIBLE_DEVICES.")
-    return Finding("gpus", "ok", text)
-
-
-def _torch(found: Gpus, wanted: int | None) -> Finding:
-    built = found.torch_cuda
-    if built is None:
-        text = "torch is built without CUDA and cannot use the GPUs"
-        fix = "Install torch's build for CUDA; pip takes the build that its index offers."
-        return Finding("torch", "fail", text, fix)
-    if found.driver_cuda is not None and found.driver_cuda[0] < int(built.partition(".")[0]):
-        newest = ".".join(map(str, found.driver_cuda))
-        text = f"torch is built for CUDA {built}, but the driver supports up to {newest}"
-        fix = "Install a newer driver, or torch for the driver's CUDA."
-        return Finding("torch", "fail", text, fix)
-    if found.torch_count < (wanted or 1):
-        text = f"torch sees {found.torch_count} of the {counted(len(found.samples), 'GPU')}"
-        fix = "Check CUDA_VISIBLE_DEVICES and the error of torch.cuda.init()."
-        return Finding("torch", "fail", text, fix)
-    return Finding(
-        "torch", "ok", f"built for CUDA {built}, sees {counted(found.torch_count, 'GPU')}"
-    )
-
-
-def _health(samples: Sequence[GpuSample]) -> Iterator[Finding]:
-    """Apply the rules of the alarms to the GPUs."""
-    bad = [one for one in gpu_readings(samples, is_training=False) if one.level == "bad"]
-    for reading in bad:
+        return
+    yield _count(gpus, wanted)
+    yield _torch(gpus, wanted)
+    bad = [
+        reading for reading in gpu_readings(samples, is_training=False) if reading.level == "bad"
+    ]
+    for reading in bad:  # by the rules of the alarms
         rule = alarm_rules()[reading.alarm]
         level: Level = "fail" if rule.severity == "critical" else "warn"
         yield Finding("health", level, reading.text, rule.advice)
@@ -322,29 +284,56 @@ def _health(samples: Sequence[GpuSample]) -> Iterator[Finding]:
         degrees = [gpu.temperature_celsius for gpu in samples if gpu.temperature_celsius]
         heat = f", at most {max(degrees)} C" if degrees else ""
         yield Finding("health", "ok", f"{ecc}, no row to replace, none throttled{heat}")
+    if busy := {gpu.index: gpu for gpu in samples if (gpu.memory_used_gb or 0.0) > BUSY_GB}:
+        most = max(gpu.memory_used_gb or 0.0 for gpu in busy.values())
+        pids = sorted({pid for gpu in busy.values() for pid in gpu.processes or ()})
+        whose = f"process {_listed(pids)}" if pids else "processes that this container cannot see"
+        text = f"up to {most:.1f} GB of GPU {_listed(busy)} are in use by {whose}"
+        fix = "End them (see nvidia-smi), or select other GPUs with CUDA_VISIBLE_DEVICES."
+        yield Finding("memory", "warn", text, fix)
+    unlinked = [gpu.index for gpu in samples if not gpu.nvlinks_active and not gpu.lost]
+    if len(samples) > 1 and unlinked:
+        text = f"GPU {_listed(unlinked)} has no active NVLink: ZeRO communicates over PCIe"
+        fix = "Use zero.stage=1, which communicates least, or GPUs with NVLink (SXM, HGX)."
+        yield Finding("nvlink", "warn", text, fix)
+    elif len(samples) > 1:  # one with some links down is an alarm
+        yield Finding("nvlink", "ok", f"{fewest_links(samples)} links up on every GPU")
 
 
-def _free(samples: Sequence[GpuSample]) -> Iterator[Finding]:
-    """Report memory in use by other processes."""
-    busy = {gpu.index: gpu for gpu in samples if (gpu.memory_used_gb or 0.0) > BUSY_GB}
-    if not busy:
-        return
-    most = max(gpu.memory_used_gb or 0.0 for gpu in busy.values())
-    pids = sorted({pid for gpu in busy.values() for pid in gpu.processes or ()})
-    whose = f"process {_listed(pids)}" if pids else "processes that this container cannot see"
-    text = f"up to {most:.1f} GB of GPU {_listed(busy)} are in use by {whose}"
-    fix = "End them (see nvidia-smi), or select other GPUs with CUDA_VISIBLE_DEVICES."
-    yield Finding("memory", "warn", text, fix)
+def _count(gpus: Gpus, wanted: int | None) -> Finding:
+    samples = gpus.samples
+    kinds = sorted({gpu.name for gpu in samples if gpu.name is not None})
+    first = max(samples, key=lambda gpu: not gpu.lost)
+    memory = f", {first.memory_total_gb:.1f} GB" if first.memory_total_gb else ""
+    cuda = f" (CUDA {'.'.join(map(str, gpus.driver_cuda))})" if gpus.driver_cuda else ""
+    text = f"{len(samples)} x {first.name or 'unknown'}{memory}, driver {gpus.driver}{cuda}"
+    if wanted is not None and wanted > len(samples):
+        fix = f"Start with {len(samples)}, or ask for a machine with {wanted}."
+        return Finding("gpus", "fail", f"{wanted} requested, found {text}", fix)
+    if len(kinds) > 1:
+        text = f"{len(samples)} of several kinds ({', '.join(kinds)}): the slowest sets the pace"
+        return Finding("gpus", "warn", text, "Select one kind with CUDA_VISIBLE_DEVICES.")
+    return Finding("gpus", "ok", text)
 
 
-def _links(samples: Sequence[GpuSample]) -> Finding:
-    """Report the NVLinks of the GPUs; a GPU with some links down is an alarm."""
-    without = [gpu.index for gpu in samples if not gpu.nvlinks_active and not gpu.lost]
-    if not without:
-        return Finding("nvlink", "ok", f"{fewest_links(samples)} links up on every GPU")
-    text = f"GPU {_listed(without)} has no active NVLink: ZeRO communicates over PCIe"
-    fix = "Use zero.stage=1, which communicates least, or GPUs with NVLink (SXM, HGX)."
-    return Finding("nvlink", "warn", text, fix)
+def _torch(gpus: Gpus, wanted: int | None) -> Finding:
+    built = gpus.torch_cuda
+    if built is None:
+        text = "torch is built without CUDA and cannot use the GPUs"
+        fix = "Install torch's build for CUDA; pip takes the build that its index offers."
+        return Finding("torch", "fail", text, fix)
+    if gpus.driver_cuda is not None and gpus.driver_cuda[0] < int(built.partition(".")[0]):
+        newest = ".".join(map(str, gpus.driver_cuda))
+        text = f"torch is built for CUDA {built}, but the driver supports up to {newest}"
+        fix = "Install a newer driver, or torch for the driver's CUDA."
+        return Finding("torch", "fail", text, fix)
+    if gpus.torch_count < (wanted or 1):
+        text = f"torch sees {gpus.torch_count} of the {counted(len(gpus.samples), 'GPU')}"
+        fix = "Check CUDA_VISIBLE_DEVICES and the error of torch.cuda.init()."
+        return Finding("torch", "fail", text, fix)
+    return Finding(
+        "torch", "ok", f"built for CUDA {built}, sees {counted(gpus.torch_count, 'GPU')}"
+    )
 
 
 def _listed(numbers: Iterable[int]) -> str:

@@ -1,6 +1,6 @@
 """Compute whether a run fits into memory and on the disks, without building anything."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -93,7 +93,7 @@ def host_shortage(
     return Finding("memory", "fail", text, f"It fits with: {settings}" if settings else fix)
 
 
-class _DiskNeed(NamedTuple):
+class DiskNeed(NamedTuple):
     """Room that something needs in a folder; with less than `least_bytes` the run fails."""
 
     what: str
@@ -102,12 +102,10 @@ class _DiskNeed(NamedTuple):
     least_bytes: int
 
 
-def check_disks(
-    loaded: LoadedRun, choice: Choice, *, ranks: int, tokens: int | None
-) -> Iterator[Finding]:
-    """Report for each disk whether it has room for the run; `tokens` is the data's (or None)."""
-    by_device: dict[int, list[_DiskNeed]] = {}
-    for need in disk_needs(loaded, choice, ranks=ranks, tokens=tokens):
+def check_disks(disk_needs: Iterable[DiskNeed]) -> Iterator[Finding]:
+    """Report for each disk whether it has room for the run."""
+    by_device: dict[int, list[DiskNeed]] = {}
+    for need in disk_needs:
         by_device.setdefault(existing_folder(need.folder).stat().st_dev, []).append(need)
     fix = "Free space, set data.disk_limit_gb or a lower checkpoint.keep, or use a larger disk for "
     fix += "run.directory and data.cache."
@@ -124,8 +122,8 @@ def check_disks(
 
 def disk_needs(
     loaded: LoadedRun, choice: Choice, *, ranks: int, tokens: int | None
-) -> Iterator[_DiskNeed]:
-    """Yield what a run puts into its folders, besides what is there already."""
+) -> Iterator[DiskNeed]:
+    """Yield what a run puts into its folders, besides what is there; `tokens` is the data's."""
     config, parameters = loaded.config, count_of_run(loaded).allocated
     folder = Path(config.run.directory) / config.run.name
     step = checkpoint_bytes(loaded.shape, config, stage=choice.zero.stage)
@@ -134,15 +132,15 @@ def disk_needs(
     final = EXPORTED_BYTES * parameters if config.checkpoint.export_final else 0
     there = _folder_bytes(folder / "checkpoints")
     most_bytes, least = max(0, most * step + final - there), max(0, 2 * step - there)
-    yield _DiskNeed(f"of checkpoints ({most} x {size_text(step)})", folder, most_bytes, least)
+    yield DiskNeed(f"of checkpoints ({most} x {size_text(step)})", folder, most_bytes, least)
     if tokens is not None:
         cache, limit = Path(config.data.cache), config.data.disk_limit_gb
         data = tokens * element_type(loaded.shape.vocabulary).itemsize
         data = data if limit is None else min(data, int(limit * 1e9))
-        yield _DiskNeed("of shards", cache, max(0, data - _folder_bytes(cache)), 0)
+        yield DiskNeed("of shards", cache, max(0, data - _folder_bytes(cache)), 0)
     if choice.memory.nvme and config.zero.nvme_path is not None:
         states, drive = ranks * choice.memory.nvme, Path(config.zero.nvme_path)
-        yield _DiskNeed("of offloaded states", drive, states, states)
+        yield DiskNeed("of offloaded states", drive, states, states)
 
 
 def _folder_bytes(folder: Path) -> int:
