@@ -13,6 +13,7 @@ from refocused.commands import run_selection
 from refocused.commands.arguments import Parser, add_tokenizer_options, tokenizer_choice
 from refocused.commands.output import count, print_result, progress_line
 from refocused.system.errors import CheckpointError, ConfigError, ExitCode, as_typed, counted
+from refocused.system.logs import print_message
 from refocused.system.number_text import duration, size_text
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def run_export(parser: Parser) -> None:
 
 def _print_on_terminal(line: str) -> None:
     if sys.stderr.isatty():
-        print(line, file=sys.stderr)
+        print_message(None, line)
 
 
 def run_download(parser: Parser) -> None:
@@ -95,7 +96,7 @@ def run_download(parser: Parser) -> None:
         local = read_checkpoint(catalog.local / entry.name)
         if problems := verify(local, deep=True):
             reason = f"{local.path} is corrupt: {describe(problems)}"
-            print(f"{reason}. Downloading it again.", file=sys.stderr)
+            print_message("warning", f"{reason}. Downloading it again.")
             local = None
     step = local or run_selection.fetch_shown(catalog, entry.name, threads=arguments.threads)
     seconds = time.monotonic() - started
@@ -165,7 +166,7 @@ def run_upload(parser: Parser) -> int:
                 problems = verify_remote(remote, entry.name, deep=arguments.deep)
             if problems:
                 again = f"{remote.url}/{entry.name}: {describe(problems)}. Uploading again."
-                print(again, file=sys.stderr)
+                print_message("warning", again)
                 whole = copier.repair(checkpoint, [problem.file for problem in problems])
             else:
                 whole = copier.copy(checkpoint)
@@ -190,7 +191,7 @@ def run_upload(parser: Parser) -> int:
                 result[upload(entry)].append(entry.step)
             except CheckpointError as error:  # go on with the others
                 failed[entry.step] = str(error)
-                print(error, file=sys.stderr)
+                print_message("error", str(error))
     finally:
         lock.release()
     seconds = time.monotonic() - started

@@ -15,6 +15,7 @@ from refocused.commands.arguments import Parser
 from refocused.commands.checkpoints.move import step_lines
 from refocused.commands.output import count, print_result
 from refocused.system.errors import BucketError, ConfigError, ExitCode, as_typed
+from refocused.system.logs import print_message
 from refocused.system.number_text import size_text
 
 if TYPE_CHECKING:
@@ -69,14 +70,14 @@ def run_prune(parser: Parser) -> int:
         if not arguments.yes:
             print(f"This will {what}. Continue? [y/N] ", end="", file=sys.stderr, flush=True)
             if sys.stdin.readline().strip().lower() not in ("y", "yes"):
-                print("Nothing was removed.", file=sys.stderr)
+                print_message(None, "Nothing was removed.")
                 return ExitCode.FAILED
         for item in removals:
             try:
                 item.remove()
             except (OSError, BucketError) as error:
                 failed[str(item.step or item.name)] = getattr(error, "strerror", "") or str(error)
-                print(f"{item.name} in {where} was not removed: {error}", file=sys.stderr)
+                print_message("error", f"{item.name} in {where} was not removed: {error}")
     removed = [item for item in removals if str(item.step or item.name) not in failed]
     verb = "would be removed" if arguments.dry_run else "removed"
     steps_by_fate = {
@@ -143,7 +144,7 @@ def _disk(arguments: argparse.Namespace) -> Place:
             else:
                 text = "is kept: the mirror lacks it, and no newer checkpoint continues it. Upload "
                 text += f"it first ({as_typed(f'checkpoints upload {entry.name}')}), or remove "
-                print(f"{entry.name} {text}{path} by hand.", file=sys.stderr)
+                print_message("warning", f"{entry.name} {text}{path} by hand.")
     for path in aside:
         name = path.relative_to(catalog.local).as_posix()
         removals.append(Removal(None, name, bytes_below(path), functools.partial(remove, path)))
