@@ -23,11 +23,7 @@ from pyarrow import parquet
 
 from refocused.checkpoints.resume.changes import checked_trainer
 from refocused.checkpoints.step.checkpoint_directory import read_mapping, recorded_branch
-from refocused.checkpoints.step.checkpoint_manifest import (
-    CheckpointManifest,
-    parse_manifest,
-    parse_marker,
-)
+from refocused.checkpoints.step.checkpoint_manifest import parse_manifest, parse_marker
 from refocused.config.data import DataConfig
 from refocused.config.deepspeed import read_fragment
 from refocused.config.load_run import load_run
@@ -118,18 +114,6 @@ def json_files(good: Any) -> st.SearchStrategy[bytes]:
     return changed(good).map(lambda value: json.dumps(value).encode()) | damaged(text.encode())
 
 
-def returns_or_raises_named(read: Callable[..., object], *arguments: Any, **named: Any) -> None:
-    try:
-        read(*arguments, **named)
-    except RefocusedError as error:
-        assert str(error).strip()
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("fuzz")
-
-
 MANIFEST = json.loads(
     manifest_to_json(Manifest((Shard("a.npy", 5, "uint16", 138, 7, None, max_id=3),), "bytes"))
 )
@@ -156,12 +140,6 @@ RUN = {
 ITEM = {"ctx": "a", "ctx_a": "b", "ctx_b": "c", "endings": ["d", "e"], "label": 1, "text": "a b c",
         "goal": "f", "sol1": "g", "sol2": "h", "activity_label": "i"}  # fmt: skip
 TRAINER = TrainState().as_record()
-
-
-@fuzzed
-@given(content=json_files(MANIFEST))
-def test_data_manifests(content: bytes) -> None:
-    returns_or_raises_named(manifest_from_json, content, where="manifest.json")
 
 
 ROWS = np.array([[5, 6, 0, 0], [7, 8, 9, 0], [0, 0, 0, 0], [1, 2, 3, 4]], np.int32)
@@ -228,102 +206,11 @@ def test_token_files(drawn: tuple[str, bytes]) -> None:
     assert peak < 100 << 20
 
 
-@fuzzed
-@given(content=json_files(STEP), marker=json_files(MARKER))
-def test_checkpoint_manifests_and_markers(content: bytes, marker: bytes) -> None:
-    def read() -> CheckpointManifest:
-        found = parse_manifest(content, where="manifest.json")
-        found.marker(0)
-        return found
-
-    returns_or_raises_named(read)
-    returns_or_raises_named(parse_marker, marker, where="COMMITTED")
-
-
-@fuzzed
-@given(content=json_files(TRAINER))
-def test_training_states(folder: Path, content: bytes) -> None:
-    file = folder / "trainer.json"
-    file.write_bytes(content)
-    returns_or_raises_named(lambda: TrainState.from_record(read_mapping(file)))
-    returns_or_raises_named(lambda: checked_trainer(read_mapping(file), where="here"))
-
-
-@fuzzed
-@given(content=json_files(STATE), line=json_files(STATE | {"kind": "step", "step": 5}))
-def test_the_files_of_a_run(folder: Path, content: bytes, line: bytes) -> None:
-    (folder / "state.json").write_bytes(content)
-    (folder / "logs").mkdir(exist_ok=True)
-    for name in ("metrics.jsonl", "events.jsonl", "gpu_metrics.jsonl"):
-        (folder / "logs" / name).write_bytes(line + b"\n")
-    recorded_branch(folder)
-    RunReader(folder).read(1e9).as_record()
-
-
-@fuzzed
-@given(content=json_files(GPT2) | json_files(NEOX), other=json_files(FRAGMENT))
-def test_model_shapes_and_fragments(folder: Path, content: bytes, other: bytes) -> None:
-    model, fragment = folder / "model.json", folder / "fragment.json"
-    model.write_bytes(content)
-    returns_or_raises_named(load_shape, model)
-    fragment.write_bytes(other)
-    returns_or_raises_named(read_fragment, fragment)
-
-
-@fuzzed
-@given(
-    content=changed(RUN).map(lambda run: json.dumps(run).encode())
-    | damaged(json.dumps(RUN).encode() + b"x: &a [1]\ny: {<<: *a, ? [b] : !!float c}\n")
-)
-def test_run_files(folder: Path, content: bytes) -> None:
-    file = folder / "run.yaml"
-    file.write_bytes(content)
-    returns_or_raises_named(load_run, file)
-
-
-@fuzzed
-@given(content=json_files(ITEM), form=st.sampled_from(sorted(FORMS)))
-def test_task_files(folder: Path, content: bytes, form: str) -> None:
-    file = folder / "task.jsonl"
-    file.write_bytes(content)
-    returns_or_raises_named(read_questions, TaskFile("t", form, file))
-
-
-@fuzzed
-@given(content=json_files(ITEM), replace=st.booleans())
-def test_lines_of_text(folder: Path, content: bytes, replace: bool) -> None:
-    file = folder / "x.jsonl"
-    file.write_bytes(content)
-    reading = TextReading(bad_text="replace" if replace else "refuse")
-    returns_or_raises_named(lambda: [p.text.encode() for p in pieces(Span(file), reading)])
-
-
 def parquet_bytes() -> bytes:
     written = io.BytesIO()
     table = pyarrow.table({"text": ["one", None, "two"] * 20, "id": range(60)})
     parquet.write_table(table, written, row_group_size=30)
     return written.getvalue()
-
-
-@fuzzed
-@given(content=damaged(parquet_bytes()))
-def test_parquet(folder: Path, content: bytes) -> None:
-    file = folder / "x.parquet"
-    file.write_bytes(content)
-    returns_or_raises_named(lambda: list(pieces(Span(file), TextReading())))
-
-
-TOKENIZER = json.loads(tokenizer_file(TokenizerChoice(BYTES), vocabulary=300))
-TOKENIZER["model"]["vocab"] = dict(list(TOKENIZER["model"]["vocab"].items())[:20])
-
-
-@fuzzed
-@given(content=json_files(TOKENIZER))
-def test_tokenizers(folder: Path, content: bytes) -> None:
-    file = folder / "tokenizer.json"
-    file.write_bytes(content)
-    returns_or_raises_named(lambda: FileTokenizer(file, end_of_text=None).encode("two words"))
-    returns_or_raises_named(check_vocabulary, content, vocabulary=300, where="tokenizer.json")
 
 
 def state_bytes(zipped: bool) -> bytes:
@@ -333,10 +220,89 @@ def state_bytes(zipped: bool) -> bytes:
     return written.getvalue()
 
 
+def read_run_folder(file: Path) -> None:
+    """Read a run whose state, and the lines of whose logs, are this file."""
+    content = file.read_bytes()
+    (file.parent / "logs").mkdir(exist_ok=True)
+    (file.parent / "state.json").write_bytes(content)
+    for name in ("metrics.jsonl", "events.jsonl", "gpu_metrics.jsonl"):
+        (file.parent / "logs" / name).write_bytes(content + b"\n")
+    recorded_branch(file.parent)
+    RunReader(file.parent).read(1e9).as_record()
+
+
+TOKENIZER = json.loads(tokenizer_file(TokenizerChoice(BYTES), vocabulary=300))
+TOKENIZER["model"]["vocab"] = dict(list(TOKENIZER["model"]["vocab"].items())[:20])
+YAML = json.dumps(RUN).encode() + b"x: &a [1]\ny: {<<: *a, ? [b] : !!float c}\n"
+# By file name: what is drawn for it, and everything that reads it.
+READERS: dict[str, tuple[st.SearchStrategy[bytes], list[Callable[[Path], object]]]] = {
+    "manifest.json": (
+        json_files(MANIFEST),
+        [lambda file: manifest_from_json(file.read_bytes(), where="manifest.json")],
+    ),
+    "checkpoint.json": (
+        json_files(STEP),
+        [lambda file: parse_manifest(file.read_bytes(), where="manifest.json").marker(0)],
+    ),
+    "COMMITTED": (
+        json_files(MARKER),
+        [lambda file: parse_marker(file.read_bytes(), where="COMMITTED")],
+    ),
+    "trainer.json": (
+        json_files(TRAINER),
+        [
+            lambda file: TrainState.from_record(read_mapping(file)),
+            lambda file: checked_trainer(read_mapping(file), where="here"),
+        ],
+    ),
+    "state.json": (json_files(STATE | {"kind": "step", "step": 5}), [read_run_folder]),
+    "model.json": (json_files(GPT2) | json_files(NEOX), [load_shape]),
+    "fragment.json": (json_files(FRAGMENT), [read_fragment]),
+    "run.yaml": (
+        changed(RUN).map(lambda run: json.dumps(run).encode()) | damaged(YAML),
+        [load_run],
+    ),
+    "task.jsonl": (
+        json_files(ITEM),
+        [
+            lambda file, form=form: read_questions(TaskFile("t", form, file))
+            for form in sorted(FORMS)
+        ],
+    ),
+    "x.jsonl": (
+        json_files(ITEM),
+        [
+            lambda file, bad=bad: [
+                piece.text.encode() for piece in pieces(Span(file), TextReading(bad_text=bad))
+            ]
+            for bad in ("replace", "refuse")
+        ],
+    ),
+    "x.parquet": (damaged(parquet_bytes()), [lambda file: list(pieces(Span(file), TextReading()))]),
+    "tokenizer.json": (
+        json_files(TOKENIZER),
+        [
+            lambda file: FileTokenizer(file, end_of_text=None).encode("two words"),
+            lambda file: check_vocabulary(file.read_bytes(), vocabulary=300, where="tokenizer"),
+        ],
+    ),
+    "states.pt": (
+        damaged(state_bytes(True)) | damaged(state_bytes(False)),
+        [lambda file, mapped=mapped: read_state(file, mapped=mapped) for mapped in (True, False)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
 @fuzzed
-@given(content=damaged(state_bytes(True)) | damaged(state_bytes(False)), mapped=st.booleans())
-def test_checkpoint_files(folder: Path, content: bytes, mapped: bool) -> None:
-    file = folder / f"{hash(content)}.pt"  # a mapped file must not change
-    file.write_bytes(content)
-    returns_or_raises_named(read_state, file, mapped=mapped)
+@given(drawn=st.data())
+def test_files(name: str, tmp_path_factory: pytest.TempPathFactory, drawn: st.DataObject) -> None:
+    content, readers = READERS[name]
+    file = tmp_path_factory.mktemp("fuzz") / name  # a new one: a mapped file must not change
+    file.write_bytes(drawn.draw(content))
+    for read in readers:
+        try:
+            read(file)
+        except RefocusedError as error:
+            assert str(error).strip()
     file.unlink()
