@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import struct
 from collections import Counter
-from collections.abc import Callable, Collection, Generator, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -88,18 +88,22 @@ def convert(
 
     def blocks_of(name: str) -> Iterator[Ids]:
         """Yield a file's ids; end its documents with a separator if another file may follow."""
-        with _local(source, listing[name], work) as path, path.open("rb") as file:
+        last_id, fuses = None, shard_tokens is not None
+        with contextlib.ExitStack() as stack:
+            path = stack.enter_context(_local(source, listing[name], work))
             if is_megatron(name, listing):
                 index = listing[f"{name.removesuffix('.bin')}.idx"]
-                with _local(source, index, work) as index_path:
-                    blocks = megatron_blocks(index_path, path, separator_id=separator, name=name)
-                    last_id = yield from _passed_on(blocks)
+                index_path = stack.enter_context(_local(source, index, work))
+                blocks = megatron_blocks(index_path, path, separator_id=separator, name=name)
             else:
+                file = stack.enter_context(path.open("rb"))
                 layout = read_layout(file, name=name, data=data)
-                last_id = yield from _passed_on(token_blocks(file, layout, name=name))
-                if layout.separator_id is None:
-                    return
-        if shard_tokens is not None and separator is not None and last_id not in (None, separator):
+                blocks = token_blocks(file, layout, name=name)
+                fuses = fuses and layout.separator_id is not None
+            for block in blocks:
+                yield block
+                last_id = int(block[-1]) if len(block) else last_id
+        if fuses and separator is not None and last_id not in (None, separator):
             yield np.array([separator])
 
     def convert_file(name: str, packer: ShardPacker) -> None:
@@ -154,15 +158,6 @@ def convert(
     }
     manifest = pack_once(target, work, recipe, pack, dtype=element_type(request.vocabulary))
     return PackResult(manifest, counts)
-
-
-def _passed_on(blocks: Iterator[Ids]) -> Generator[Ids, None, int | None]:
-    """Yield blocks; return the last id, if there is one."""
-    last_id = None
-    for block in blocks:
-        yield block
-        last_id = int(block[-1]) if len(block) else last_id
-    return last_id
 
 
 @contextlib.contextmanager

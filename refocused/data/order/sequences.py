@@ -91,19 +91,18 @@ def split_sequences(
             )
     named = named_by(validation_files)
     counts = [sequences_of(shard.tokens, sequence_length=sequence_length) for shard in shards]
-    everything = [
-        SequenceRange(shard, 0, count) for shard, count in enumerate(counts, first_shard) if count
-    ]
-    if validation_files:
-        kept = {first_shard + index for index in named}
-        split = Split(
-            tuple(span for span in everything if span.shard not in kept),
-            tuple(span for span in everything if span.shard in kept),
-        )
-    else:
-        # Exact decimal arithmetic: as floats, 0.07 * 100 is slightly more than 7.
-        share = Fraction(str(validation_fraction)) * sum(counts)
-        split = _cut(everything, training=sum(counts) - math.ceil(share))
+    # Exact decimal arithmetic: as floats, 0.07 * 100 is slightly more than 7.
+    share = Fraction(0 if validation_files else str(validation_fraction)) * sum(counts)
+    left, train, validation = sum(counts) - math.ceil(share), [], []
+    for index, count in enumerate(counts):
+        training = 0 if index in named else min(left, count)
+        left -= training
+        if training:
+            train.append(SequenceRange(first_shard + index, 0, training))
+        if training < count:
+            span = SequenceRange(first_shard + index, training, count - training)
+            validation.append(span)
+    split = Split(tuple(train), tuple(validation))
     if not split.train:
         others = [shard for index, shard in enumerate(shards) if index not in named]
         if not others:
@@ -123,19 +122,6 @@ def split_sequences(
             f"no validation sequence: {too_short}, or name longer files in data.validation_files."
         )
     return split
-
-
-def _cut(ranges: Sequence[SequenceRange], *, training: int) -> Split:
-    """Split after the first `training` sequences, if necessary within a shard."""
-    train, validation = [], []
-    for span in ranges:
-        here = min(training, span.count)
-        training -= here
-        if here:
-            train.append(SequenceRange(span.shard, span.first, here))
-        if here < span.count:
-            validation.append(SequenceRange(span.shard, span.first + here, span.count - here))
-    return Split(tuple(train), tuple(validation))
 
 
 def _too_short(shards: Sequence[Shard], sequence_length: int) -> str:
