@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
+from pyarrow import parquet
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from refocused.bucket.folder import DirectoryBucket
 from refocused.data.manifest.shard_manifest import read_manifest
@@ -34,8 +37,6 @@ def tiny_bpe(folder: Path) -> Path:
 
 
 def word_file(path: Path, *, ends: str | None = "<|endoftext|>") -> Path:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
     words = {"the": 0, "cat": 1, "[UNK]": 2}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -65,9 +66,6 @@ def write_jsonl(path: Path, texts: Sequence[Any], *, field: str = "text") -> Pat
 def write_parquet(
     path: Path, texts: Sequence[Any], *, field: str = "text", group: int = 10
 ) -> Path:
-    import pyarrow
-    from pyarrow import parquet
-
     parquet.write_table(pyarrow.table({field: texts}), path, row_group_size=group)
     return path
 

@@ -6,10 +6,12 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import pyarrow
 import pytest
 from data.text_samples import random_texts, tiny_bpe, write_jsonl, write_parquet
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pyarrow import parquet
 
 from refocused.prepare.texts import text_documents, text_inputs
 from refocused.prepare.texts.text_documents import TextReading, pieces
@@ -87,8 +89,6 @@ JSON_LINES = "".join(json.dumps(one) + "\n" for one in OBJECTS).encode()
 
 def zst(content: bytes) -> bytes:
     """Two frames, as `zstd` appends them and parallel programs write them."""
-    import pyarrow
-
     half = len(content) // 2
     parts = (
         pyarrow.compress(part, "zstd", asbytes=True) for part in (content[:half], content[half:])
@@ -98,8 +98,6 @@ def zst(content: bytes) -> bytes:
 
 def arrow(*, as_file: bool = False) -> bytes:
     """Batches of rows, as `datasets.save_to_disk` writes them (a stream), or an Arrow file."""
-    import pyarrow
-
     table, sink = pyarrow.Table.from_pylist(OBJECTS), pyarrow.BufferOutputStream()
     with (pyarrow.ipc.new_file if as_file else pyarrow.ipc.new_stream)(sink, table.schema) as out:
         out.write_table(table, max_chunksize=2)
@@ -174,9 +172,6 @@ def test_what_is_left_out_and_what_looks_held_out_is_named(tmp_path, caplog):
 
 @pytest.mark.parametrize("kind", ["dictionary", "string_view", "large_string"])
 def test_other_types_of_text_columns_are_text(tmp_path, kind):
-    import pyarrow
-    from pyarrow import parquet
-
     types = {"dictionary": pyarrow.dictionary(pyarrow.int32(), pyarrow.string())}
     own = types.get(kind) or getattr(pyarrow, kind)()
     table = pyarrow.table({"text": pyarrow.array(["a", None, "b", "a"]).cast(own)})

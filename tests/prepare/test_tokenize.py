@@ -24,6 +24,7 @@ from data.text_samples import (
 from evaluate.test_origin import hub as hub
 from fakes import Fault
 from huggingface_hub import constants
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from refocused.bucket.bucket import Bucket
 from refocused.bucket.folder import DirectoryBucket
@@ -105,8 +106,6 @@ def test_output_is_independent_of_workers_and_progress_reaches_the_end(
 
 
 def test_a_large_vocabulary_takes_four_bytes(texts, tmp_path):
-    from tokenizers import Tokenizer, models
-
     words = {f"w{n}": n for n in range(70_000)} | {"</s>": 70_000, "[UNK]": 70_001}
     Tokenizer(models.WordLevel(words, unk_token="[UNK]")).save(str(tmp_path / "words.json"))
     choice = TokenizerChoice(str(tmp_path / "words.json"))
@@ -119,8 +118,6 @@ def test_a_large_vocabulary_takes_four_bytes(texts, tmp_path):
 
 def lossy(kind: str, file: Path) -> TokenizerChoice:
     """Save a tokenizer of the letters a to z and the space that is not of bytes."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
-
     letters = {letter: n for n, letter in enumerate("abcdefghijklmnopqrstuvwxyz ?")}
     if kind == "byte level":  # the bytes of most other characters are missing
         letters = {letter: n for n, letter in enumerate("abcdefghijklmnopqrstuvwxyz\u0120")}

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from data.text_samples import random_texts, tiny_bpe, word_file
+from tokenizers import Tokenizer
 
 from refocused.prepare.texts.text_documents import train_byte_pairs
 from refocused.system.errors import ShardError
@@ -26,8 +27,6 @@ def choices(folder: Path) -> list[TokenizerChoice]:
 
 
 def opened(content: bytes) -> Any:
-    from tokenizers import Tokenizer
-
     return Tokenizer.from_str(content.decode())
 
 

@@ -5,8 +5,13 @@ import shlex
 import threading
 from pathlib import Path
 
+import huggingface_hub
 import pytest
+import tiktoken
 from data.text_samples import random_texts, tiny_bpe, word_file
+from tiktoken.load import data_gym_to_mergeable_bpe_ranks
+from tiktoken_ext.openai_public import r50k_pat_str
+from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 
 from refocused.system.errors import ShardError
 from refocused.tokenizers.encoders import TokenizerChoice, described, open_tokenizer
@@ -31,10 +36,6 @@ def test_bytes_are_utf_8():
 
 
 def test_byte_pairs_are_those_of_tiktokens_own_loader(tmp_path, monkeypatch):
-    import tiktoken
-    from tiktoken.load import data_gym_to_mergeable_bpe_ranks
-    from tiktoken_ext.openai_public import r50k_pat_str
-
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "")
     folder = tiny_bpe(tmp_path)
     ranks = data_gym_to_mergeable_bpe_ranks(str(folder / "vocab.bpe"), str(folder / "encoder.json"))
@@ -76,8 +77,6 @@ SPELT = ["E", "a E b", "xEy", "EE", " E", "E\nb \ue000 E"]
 
 def saved(kind: str, file: Path) -> str:
     """Save a small tokenizer whose text would encode to its end-of-text token `E`."""
-    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
-
     letters = {letter: number for number, letter in enumerate("abxy E")}
     end = AddedToken("</s>", special=kind != "not special")
     if kind == "words":
@@ -103,8 +102,6 @@ def saved(kind: str, file: Path) -> str:
     else:
         tokenizer = Tokenizer(models.BPE({**letters, "<": 6, "/": 7, "s": 8, ">": 9}, []))
         if kind == "lower case":
-            from tokenizers import normalizers
-
             tokenizer.normalizer, end = normalizers.Lowercase(), AddedToken("</s>", normalized=True)
     tokenizer.add_special_tokens(["<pad>"])  # whose id must stay
     tokenizer.add_tokens([end]) if not end.special else tokenizer.add_special_tokens([end])
@@ -118,8 +115,6 @@ KINDS = ["not special", "words", "word pieces", "pieces", "merges", "whole words
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_text_encodes_to_the_separator(tmp_path, kind):
-    from tokenizers import Tokenizer
-
     file = saved(kind, tmp_path / "tokenizer.json")
     library, tokenizer = Tokenizer.from_file(file), open_tokenizer(TokenizerChoice(file))
     library.encode_special_tokens = True
@@ -135,8 +130,6 @@ def test_no_text_encodes_to_the_separator(tmp_path, kind):
 
 
 def test_a_special_end_of_text_is_preferred_to_a_tag_of_html(tmp_path):
-    from tokenizers import Tokenizer, models
-
     tokenizer = Tokenizer(models.BPE({letter: n for n, letter in enumerate("</seo>")}, []))
     tokenizer.add_tokens(["</s>"])
     tokenizer.add_special_tokens(["<eos>"])
@@ -164,8 +157,6 @@ def test_a_special_end_of_text_is_preferred_to_a_tag_of_html(tmp_path):
     ],
 )
 def test_the_named_end_of_text_is_taken_and_a_choice_is_asked_for(tmp_path, settings, expected):
-    from tokenizers import Tokenizer, models
-
     tokenizer = Tokenizer(models.BPE({letter: n for n, letter in enumerate("</seo>")}, []))
     tokenizer.add_special_tokens(["<eos>", "</s>", "</seo>"])  # two candidates, and another
     tokenizer.save(str(file := tmp_path / "tokenizer.json"))
@@ -188,8 +179,6 @@ def test_the_named_end_of_text_is_taken_and_a_choice_is_asked_for(tmp_path, sett
 
 
 def test_the_dropout_in_a_file_is_off(tmp_path):
-    from tokenizers import Tokenizer, models
-
     letters = {letter: n for n, letter in enumerate(("a", "b", "ab", "abab", "</s>"))}
     tokenizer = Tokenizer(models.BPE(letters, [("a", "b"), ("ab", "ab")], dropout=0.5))
     tokenizer.add_special_tokens(["</s>"])
@@ -204,8 +193,6 @@ def test_the_dropout_in_a_file_is_off(tmp_path):
 
 
 def test_a_separator_that_unknown_characters_become_is_refused(tmp_path):
-    from tokenizers import Tokenizer, models
-
     unknown = Tokenizer(models.WordLevel({"</s>": 0, "a": 1}, unk_token="</s>"))
     unknown.save(file := str(tmp_path / "tokenizer.json"))
     content = json.loads(unknown.to_str())
@@ -268,8 +255,6 @@ class Hub(http.server.BaseHTTPRequestHandler):
 
 
 def test_a_tokenizer_of_the_hub_is_fetched_once(tmp_path, monkeypatch):
-    import huggingface_hub
-
     Hub.content, Hub.fetched = word_file(tmp_path / "words.json").read_bytes(), 0
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
         thread = threading.Thread(target=server.serve_forever)
