@@ -1,3 +1,4 @@
+import os
 import signal
 import subprocess
 import sys
@@ -79,6 +80,20 @@ def test_data_sets_share_shards_and_one_limit(site):
         assert np.array_equal(opened(third, index), shard_tokens(5 + index))
     assert site.local_names() == {"t_1", "t_3", "t_5", "t_6"}
     assert used() <= room
+
+
+def test_the_oldest_of_other_data_is_evicted_before_what_was_planned_here(site):
+    with site.cache() as earlier:
+        for index in (2, 0, 1):
+            earlier.plan([index])
+            earlier.open(index)
+    for age, index in enumerate((1, 0, 2)):  # in another order than they were made, or are named
+        os.utime(site.local_file(index), ns=(10**18 + age, 10**18 + age))
+    cache = site.cache(disk_limit_gb=(3 * SHARD_BYTES + OBJECT_BYTES) / 1e9)
+    for index, left in ((3, "023"), (4, "234"), (5, "345"), (6, "456")):
+        cache.plan([index])
+        cache.open(index)
+        assert site.local_names() == {f"t_{number}" for number in left}
 
 
 def test_the_same_files_in_a_mixture_are_not_fetched_again(site):

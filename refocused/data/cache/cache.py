@@ -337,10 +337,10 @@ class ShardCache:
         """Evict what the limit and the disk require; reserve the room for a shard if there is any.
 
         All that is under way in any process counts with what it takes at most, and so do the files
-        of other data sets. Evicted are shards that no process plans or awaits, those first that
-        this one has not planned for longest. Without room, and with nothing under way, the shard's
-        turn comes again after a pause. A requested shard stays until it is opened: soon, so that
-        is no trouble.
+        of other data sets. Evicted are shards that no process plans or awaits: first the oldest
+        that this one has never planned, then those whose plan is the oldest. Without room, and with
+        nothing under way, the shard's turn comes again after a pause. A requested shard stays until
+        it is opened: soon, so that is no trouble.
         """
         local, queue, needed = self._local, self._queue, self._local.peaks[index]
         local.locks.acquire("room", wait=True)
@@ -351,8 +351,8 @@ class ShardCache:
             missing = max(missing, incoming + sum(stored.values()) - self._limit)
             kept = {local.path(i) for i in (*queue.wanted, *queue.busy)}
             plans = {local.path(i): plan for i, plan in queue.last_wanted.items()}
-            for path in sorted(stored.keys() - kept, key=lambda path: plans.get(path, 0)):
-                if missing > 0 and local.evict(path):
+            for path in sorted(stored, key=lambda path: plans.get(path, 0)):
+                if missing > 0 and path not in kept and local.evict(path):
                     missing -= stored[path]
             if missing <= 0:
                 local.reserve({*queue.busy, index})

@@ -244,7 +244,9 @@ class LocalShards:
 
     def count(self) -> int:
         """Count the local shards of this data set, by one listing."""
-        return len(self._row_names.intersection(path.name for path in self._shards.iterdir()))
+        with contextlib.suppress(FileNotFoundError):  # removed by a person
+            return len(self._row_names.intersection(path.name for path in self._shards.iterdir()))
+        return 0
 
     @functools.cached_property
     def _row_names(self) -> frozenset[str]:
