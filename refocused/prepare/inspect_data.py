@@ -3,7 +3,7 @@
 import dataclasses
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -264,28 +264,48 @@ def inspect_data(
     # Reading inserts separators between rows.
     rows = [shard.documents for shard, layout in files if layout.separator_id is not None]
     real = tokens - sum(number - 1 for number in rows if number)
-    report = DataReport(
+    kinds = Counter[str](layout.kind for _, layout in files)
+    padding = 1 - real / places if places else None
+    sampled = min(sample.tokens / real, 1.0) if real else 0.0
+    unlisted = len(manifest.unlisted) if manifest else 0
+    if unlisted:
+        notes.append(
+            f"Runs do not use {unlisted:,} of {len(files):,} token files, because manifest.json "
+            "does not list them. Add them with: refocused prepare_data manifest "
+            f"{bucket.url} --update"
+        )
+    if padding is not None and padding > MUCH_PADDING:
+        notes.append(
+            f"{padding:.1%} of the stored ids are padding: {places:,} ids hold {tokens:,} tokens."
+        )
+    if len(kinds) > 1:
+        listed = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+        notes.append(f"The files have several formats ({listed}); a run can mix them.")
+    if sampled < 1 and files:
+        notes.append(
+            "Ids, frequencies and lengths are from a sample: the first tokens of "
+            f"{len(chosen)} of {len(files)} files, {sampled:.2%} of all."
+        )
+    return DataReport(
         url=bucket.url,
         files=len(files),
-        kinds=dict(Counter(layout.kind for _, layout in files)),
+        kinds=dict(kinds),
         bytes=size,
         tokens=tokens,
         places=places,
-        padding_fraction=1 - real / places if places else None,
+        padding_fraction=padding,
         bytes_per_token=size / tokens if tokens else None,
         documents=None if None in counts or not counts else sum(filter(None, counts)),
         tokenizer=None if tokenizer == "unknown" else tokenizer,
         sampled_files=len(chosen),
-        sampled_fraction=min(sample.tokens / real, 1.0) if real else 0.0,
+        sampled_fraction=sampled,
         sample=sample,
         lost_fraction=lost_fraction,
         problems=tuple(problems),
-        notes=(),
+        notes=(*notes, *(manifest.notes if manifest else ())),
         texts=tuple(texts),
-        unlisted=len(manifest.unlisted) if manifest else 0,
+        unlisted=unlisted,
     )
-    notes += [*_notes(report), *(manifest.notes if manifest else ())]
-    return dataclasses.replace(report, notes=tuple(notes))
 
 
 def _read_headers(
@@ -396,28 +416,6 @@ def _lost(ids: Ids, boundary: int | None, decoder: Any) -> Counter[int]:
         whole = piece[EDGE_IDS:-EDGE_IDS] if len(piece) > 4 * EDGE_IDS else piece
         lost += Counter(whole) - Counter(encoded.ids)
     return lost
-
-
-def _notes(report: DataReport) -> Iterator[str]:
-    if report.unlisted:
-        yield (
-            f"Runs do not use {report.unlisted:,} of {report.files:,} token files, because "
-            "manifest.json does not list them. Add them with: refocused prepare_data manifest "
-            f"{report.url} --update"
-        )
-    if report.padding_fraction is not None and report.padding_fraction > MUCH_PADDING:
-        yield (
-            f"{report.padding_fraction:.1%} of the stored ids are padding: {report.places:,} ids "
-            f"hold {report.tokens:,} tokens."
-        )
-    if len(report.kinds) > 1:
-        kinds = ", ".join(f"{count} {kind}" for kind, count in report.kinds.items())
-        yield f"The files have several formats ({kinds}); a run can mix them."
-    if report.sampled_fraction < 1 and report.files:
-        yield (
-            f"Ids, frequencies and lengths are from a sample: the first tokens of "
-            f"{report.sampled_files} of {report.files} files, {report.sampled_fraction:.2%} of all."
-        )
 
 
 def draw_report(report: DataReport, file: Path) -> None:

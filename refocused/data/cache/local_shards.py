@@ -134,6 +134,8 @@ class ShardLocks:
     share the locks of an instance; another instance counts as another process.
     """
 
+    _descriptor = -1
+
     def __init__(self, path: Path) -> None:
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
@@ -159,6 +161,8 @@ class ShardLocks:
         if self._descriptor >= 0:
             os.close(self._descriptor)
         self._descriptor = -1  # the number is soon that of another file
+
+    __del__ = close
 
     def _control(self, name: str, kind: int, command: int) -> int:
         start = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
