@@ -110,13 +110,22 @@ def test_the_limit_holds_for_what_is_on_its_way_too(site, monkeypatch, threads):
 
 
 def test_pinned_shards_outlive_every_plan(site):
-    cache = site.cache(disk_limit_gb=(2 * SHARD_BYTES + OBJECT_BYTES) / 1e9)
-    cache.pin([9])
+    cache, reader = (
+        site.cache(fetches=fetches, disk_limit_gb=(2 * SHARD_BYTES + OBJECT_BYTES) / 1e9)
+        for fetches in (True, False)
+    )
+    for each in (cache, reader):
+        each.pin([9])
+    pinned = reader.open(9)
     for index in range(4):
-        cache.plan([index])
-        cache.open(index)
+        for each in (cache, reader):
+            each.plan([index])
+            each.open(index)
     assert np.array_equal(opened(cache, 9), shard_tokens(9))
+    assert reader.open(9) is pinned  # still open
     assert site.bucket.downloads.count("a/t_9.npy") == 1
+    with pytest.raises(ShardError, match="3 shards are needed at once"):
+        reader.plan([0, 1])
 
 
 def test_a_limit_below_the_plan_is_refused_with_the_numbers(site):

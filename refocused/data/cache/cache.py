@@ -94,6 +94,8 @@ class ShardCache:
             folder, buckets, manifest=manifest, data=data, vocabulary=vocabulary
         )
         self.local_bytes = self._local.bytes.__getitem__  # of a shard, whether or not it is local
+        self._planned: Sequence[int] = ()
+        self._pinned: set[int] = set()
         self._queue = FetchQueue()
         self._changed = self._queue.changed
         self._open: dict[int, TokenFile] = {}
@@ -128,16 +130,16 @@ class ShardCache:
         `ShardError` if planned and pinned shards do not fit into `data.disk_limit_gb`.
         """
         with self._changed:
-            self._set_plan(needed, self._queue.pinned)
+            self._set_plan(needed, self._pinned)
 
     def pin(self, indices: Iterable[int]) -> None:
         """Keep shards local permanently, in addition to any plan; raises as `plan`."""
         with self._changed:
-            self._set_plan(self._queue.planned, {*self._queue.pinned, *indices})
+            self._set_plan(self._planned, {*self._pinned, *indices})
 
     def _set_plan(self, planned: Sequence[int], pinned: set[int]) -> None:
         local, queue = self._local, self._queue
-        kept, before = {*planned, *pinned}, {*queue.planned, *queue.pinned}
+        kept, before = {*planned, *pinned}, {*self._planned, *self._pinned}
         needed = sum(map(self.local_bytes, kept))
         # Besides them, one is on its way.
         needed += max((local.peaks[i] - local.bytes[i] for i in kept), default=0)
@@ -149,6 +151,7 @@ class ShardCache:
                 f"{needed / 1e9:.6f} or more, or lower data.block_shards or "
                 "data.fetch_ahead_shards."
             )
+        self._planned, self._pinned = planned, pinned
         self._open = {index: file for index, file in self._open.items() if index in kept}
         if not self._fetches:
             return
