@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from refocused.bucket.bucket import BlobInfo, crc32c_of
+from refocused.bucket.bucket import BlobInfo, crc32c_of, stored_crc32c
 from refocused.bucket.folder import DirectoryBucket
 from refocused.config.data import DataConfig
 from refocused.data.cache.cache import ShardCache
 from refocused.data.formats.token_blocks import count_tokens, token_blocks
 from refocused.data.formats.token_layout import read_layout
 from refocused.data.manifest.run_manifest import describe_run
+from refocused.data.manifest.shard_manifest import Manifest, Shard, write_manifest
 from refocused.system.errors import BucketError, CorruptObjectError
 
 
@@ -75,6 +76,16 @@ def opened(cache: ShardCache, index: int) -> np.ndarray:
     tokens = np.empty(file.count, file.dtype)
     file.read_into(tokens, first=0)
     return tokens
+
+
+def prepare(bucket: Any, files: dict[str, Any], tokenizer: str = "gpt2", **known: Any) -> None:
+    """Store arrays of uint16 as token files, with their manifest."""
+    rows = []
+    for name, ids in sorted(files.items()):
+        blob = bucket.write(name, npy_bytes(ids), overwrite=True)
+        facts = blob.size, stored_crc32c(bucket, blob), None, int(ids.max())
+        rows.append(Shard(name, len(ids), "uint16", *facts))
+    write_manifest(bucket, Manifest(tuple(rows), tokenizer, **known))
 
 
 class WatchedBucket:

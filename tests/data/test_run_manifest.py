@@ -5,14 +5,13 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from ranks import until
-from shard_samples import WatchedBucket, cache_of, npy_bytes, opened, pt_bytes, settings
+from shard_samples import WatchedBucket, cache_of, npy_bytes, opened, prepare, pt_bytes, settings
 
-from refocused.bucket.bucket import Bucket
 from refocused.bucket.folder import DirectoryBucket
 from refocused.config.data import DataConfig
 from refocused.data.manifest import run_manifest
 from refocused.data.manifest.run_manifest import describe_run, pack_chunks, split_by_source
-from refocused.data.manifest.shard_manifest import Manifest, Shard, build_manifest, write_manifest
+from refocused.data.manifest.shard_manifest import Manifest, Shard, build_manifest
 from refocused.data.order.sequences import sequence_count, split_sequences
 from refocused.system.errors import ShardError
 
@@ -183,18 +182,10 @@ def test_every_shard_is_read_as_its_source_says(mixed, tmp_path):
         assert read == [rows, list(range(100, 107)), list(range(10))]
 
 
-def named(bucket: Bucket, name: str, tokens: int, tokenizer: str) -> None:
-    """Write a manifest of one file that names its tokenizer."""
-    blob = bucket.info(name)
-    assert blob is not None
-    shard = Shard(name, tokens, "uint16", blob.size, blob.crc32c, blob.generation)
-    write_manifest(bucket, Manifest((shard,), tokenizer))
-
-
 def test_sources_are_of_one_tokenizer_where_they_say_so(mixed):
-    named(mixed["web"], "b.npy", 7, "gpt2")
+    prepare(mixed["web"], {"b.npy": np.arange(7, dtype=np.uint16)}, "gpt2")
     assert describe_run(mixed, data_of(pad_id=0)).tokenizer == "gpt2"
-    named(mixed["code"], "sub/a.npy", 8, "bytes")
+    prepare(mixed["code"], {"sub/a.npy": np.arange(8, dtype=np.uint16)}, "bytes")
     with pytest.raises(ShardError, match=r"different tokenizers \(code: bytes, web: gpt2\)"):
         describe_run(mixed, data_of())
 

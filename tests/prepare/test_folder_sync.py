@@ -8,15 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from data.shard_samples import npy_bytes, settings
+from data.shard_samples import prepare, settings
 from fakes import ON_EACH, ON_S3, Fault, Request
 
-from refocused.bucket.bucket import Bucket, stored_crc32c
+from refocused.bucket.bucket import Bucket
 from refocused.bucket.folder import DirectoryBucket
 from refocused.bucket.open_bucket import open_bucket
 from refocused.bucket.partial_files import part_path
 from refocused.data.formats.object_names import MANIFEST_NAME
-from refocused.data.manifest.shard_manifest import Manifest, Shard, build_manifest, write_manifest
+from refocused.data.manifest.shard_manifest import build_manifest
 from refocused.doctor.storage import check_source
 from refocused.prepare.sync import SyncResult, sync_folder, upload_folder
 from refocused.system.errors import BucketError, ShardError
@@ -28,17 +28,10 @@ KILLS = int(os.environ.get("REFOCUSED_KILLS", "10"))
 def fill(bucket: Bucket, *, number: int = 5, size: int = 1000) -> dict[str, bytes]:
     """Store shards with their manifest; return what is there."""
     draw = np.random.default_rng(0)
-    there, rows = {}, []
-    for index in range(number):
-        name = f"{'nested/' * (index % 2)}t_{index:03d}.npy"
-        there[name] = npy_bytes(draw.integers(0, 60_000, size).astype(np.uint16))
-        blob = bucket.write(name, there[name])
-        checksum = stored_crc32c(bucket, blob)
-        rows.append(Shard(name, size, "uint16", blob.size, checksum, None))
-    rows.sort(key=lambda row: row.name)
-    write_manifest(bucket, Manifest(tuple(rows), "gpt2", vocabulary=60_000))
-    there["manifest.json"] = bucket.read("manifest.json")
-    return there
+    ids = [draw.integers(0, 60_000, size).astype(np.uint16) for _ in range(number)]
+    files = {f"{'nested/' * (n % 2)}t_{n:03d}.npy": array for n, array in enumerate(ids)}
+    prepare(bucket, files, vocabulary=60_000)
+    return {name: bucket.read(name) for name in (*files, "manifest.json")}
 
 
 def sync(bucket: Bucket, folder: Path, **selection: Any) -> SyncResult:

@@ -3,7 +3,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from data.shard_samples import WatchedBucket, llm_c_bytes, npy_bytes, npz_bytes, pt_bytes, settings
+from data.shard_samples import (
+    WatchedBucket,
+    llm_c_bytes,
+    npy_bytes,
+    npz_bytes,
+    prepare,
+    pt_bytes,
+    settings,
+)
 from data.text_samples import tiny_bpe, word_file
 
 from refocused.bucket.bucket import stored_crc32c
@@ -191,13 +199,7 @@ def verify(
 def prepared(tmp_path):
     """Three shards of 100 tokens with their manifest."""
     bucket = DirectoryBucket(tmp_path / "data")
-    rows = []
-    for number in range(3):
-        name = f"t_{number}.npy"
-        blob = bucket.write(name, npy_bytes(np.arange(100, dtype=np.uint16) + number))
-        checksum = stored_crc32c(bucket, blob)
-        rows.append(Shard(name, 100, "uint16", blob.size, checksum, None, 99 + number))
-    write_manifest(bucket, Manifest(tuple(rows), "gpt2"))
+    prepare(bucket, {f"t_{n}.npy": np.arange(100, dtype=np.uint16) + n for n in range(3)})
     return bucket
 
 
