@@ -87,8 +87,8 @@ def test_the_oldest_of_other_data_is_evicted_before_what_was_planned_here(site):
         for index in (2, 0, 1):
             earlier.plan([index])
             earlier.open(index)
-    for age, index in enumerate((1, 0, 2)):  # in another order than they were made, or are named
-        os.utime(site.local_file(index), ns=(10**18 + age, 10**18 + age))
+    for second, index in enumerate((1, 0, 2)):  # in another order than they were made
+        os.utime(site.local_file(index), (second, second))
     cache = site.cache(disk_limit_gb=(3 * SHARD_BYTES + OBJECT_BYTES) / 1e9)
     for index, left in ((3, "023"), (4, "234"), (5, "345"), (6, "456")):
         cache.plan([index])
