@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from data.shard_samples import prepare, settings
+from data.shard_samples import npy_bytes, prepare, settings
 from fakes import ON_EACH, ON_S3, Fault, Request
 
 from refocused.bucket.bucket import Bucket
@@ -31,7 +31,8 @@ def fill(bucket: Bucket, *, number: int = 5, size: int = 1000) -> dict[str, byte
     ids = [draw.integers(0, 60_000, size).astype(np.uint16) for _ in range(number)]
     files = {f"{'nested/' * (n % 2)}t_{n:03d}.npy": array for n, array in enumerate(ids)}
     prepare(bucket, files, vocabulary=60_000)
-    return {name: bucket.read(name) for name in (*files, "manifest.json")}
+    there = {name: npy_bytes(array) for name, array in files.items()}
+    return there | {"manifest.json": bucket.read("manifest.json")}
 
 
 def sync(bucket: Bucket, folder: Path, **selection: Any) -> SyncResult:
