@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ import pytest
 import torch
 from commands.run_samples import SampleRun
 from end_to_end.tiny import tiny_run
-from fakes import Emulator
 from ranks import write_tokens
 
 import refocused
@@ -33,14 +31,14 @@ MIXTURE = {"a": {"source": "tokens", "weight": 3}, "b": {"source": "more", "weig
 
 
 @pytest.fixture
-def run_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def run_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_tokens(tmp_path / "more", shards=2, tokens=3000, vocabulary=512, seed=1)
     return tiny_run(tmp_path)
 
 
 @contextlib.contextmanager
-def loaders(world_size: int, batch_size: int, **others: Any) -> Iterator[list[Any]]:
+def loaders(world_size, batch_size, **others):
     """The loaders of all ranks over the folder `tokens`."""
     given: dict[str, Any] = {"sequence_length": 32, "cache": "cache", **others}
     source = given.pop("source", "tokens")
@@ -55,14 +53,14 @@ def loaders(world_size: int, batch_size: int, **others: Any) -> Iterator[list[An
         ]
 
 
-def rows(found: Sequence[Any], batches: int) -> list[list[int]]:
+def rows(found, batches):
     """The rows of so many batches of all ranks, in the order of the stream."""
     iterators = [iter(one) for one in found]
     taken = [next(iterator)[0].tolist() for _ in range(batches) for iterator in iterators]
     return list(itertools.chain.from_iterable(taken))
 
 
-def test_the_import_needs_no_package_and_lists_what_there_is() -> None:
+def test_the_import_needs_no_package_and_lists_what_there_is():
     program = (
         "import sys, refocused\n"
         "assert set(refocused.__all__) <= set(dir(refocused))\n"
@@ -96,9 +94,7 @@ def test_the_import_needs_no_package_and_lists_what_there_is() -> None:
         ],
     ],
 )
-def test_a_run_and_its_token_loader_give_the_same_batches(
-    run_file: Path, overrides: list[str]
-) -> None:
+def test_a_run_and_its_token_loader_give_the_same_batches(run_file, overrides):
     config = load_run(run_file, overrides).config
     run = run_file.parent / "runs" / "tiny"  # as training leaves it
     run.mkdir(parents=True)
@@ -130,7 +126,7 @@ def test_a_run_and_its_token_loader_give_the_same_batches(
             assert loader.position == stream.position
 
 
-def test_steps_of_an_unknown_number_of_sequences_are_no_place_in_the_stream(run_file: Path) -> None:
+def test_steps_of_an_unknown_number_of_sequences_are_no_place_in_the_stream(run_file):
     stages = {"late": {"from_step": 3, "weights": {"a": 1, "b": 4}}}
     settings = [f"data.mixture={json.dumps(MIXTURE)}", "data.source=null"]
     settings.append(f"data.stages={json.dumps(stages)}")
@@ -143,7 +139,7 @@ def test_steps_of_an_unknown_number_of_sequences_are_no_place_in_the_stream(run_
 
 
 @pytest.mark.parametrize("source", ["tokens", MIXTURE])
-def test_other_ranks_continue_the_stream_of_all(run_file: Path, source: Any) -> None:
+def test_other_ranks_continue_the_stream_of_all(run_file, source):
     with loaders(2, 6, source=source) as two:
         rows(two, 5)
         saved = json.loads(json.dumps(two[0].state_dict()))
@@ -158,14 +154,14 @@ def test_other_ranks_continue_the_stream_of_all(run_file: Path, source: Any) -> 
 
 
 @pytest.mark.bucket
-def test_a_bucket_gives_what_a_folder_gives(run_file: Path, emulator: Emulator) -> None:
+def test_a_bucket_gives_what_a_folder_gives(run_file, emulator):
     address = f"{emulator.url}/tokens"
     assert run_command("prepare_data", ["upload", "tokens", address]) == ExitCode.OK
     with loaders(1, 4) as here, loaders(1, 4, source=address, cache="other") as there:
         assert rows(here, 100) == rows(there, 100)
 
 
-def test_a_state_of_other_data_or_another_order_is_refused(run_file: Path) -> None:
+def test_a_state_of_other_data_or_another_order_is_refused(run_file):
     with loaders(1, 2) as (loader,):
         rows([loader], 3)
         saved = loader.state_dict()
@@ -177,7 +173,7 @@ def test_a_state_of_other_data_or_another_order_is_refused(run_file: Path) -> No
             other.load_state_dict(saved)
 
 
-def test_epochs_end_the_stream_and_no_thread_stays(run_file: Path) -> None:
+def test_epochs_end_the_stream_and_no_thread_stays(run_file):
     before = set(threading.enumerate())  # those of other tests may end meanwhile
     with loaders(1, 4, epochs=2) as (loader,):
         seen = [tuple(row) for batch, _ in loader for row in batch.tolist()]
@@ -188,7 +184,7 @@ def test_epochs_end_the_stream_and_no_thread_stays(run_file: Path) -> None:
     assert set(threading.enumerate()) <= before
 
 
-def test_a_torch_data_loader_takes_it_without_workers(run_file: Path) -> None:
+def test_a_torch_data_loader_takes_it_without_workers(run_file):
     with loaders(1, 4) as (plain,):
         expected = [batch.tolist() for batch, _ in itertools.islice(plain, 5)]
     with loaders(1, 4) as (loader,):
@@ -203,7 +199,7 @@ def test_a_torch_data_loader_takes_it_without_workers(run_file: Path) -> None:
                 next(iter(workers))
 
 
-def test_a_wrong_argument_is_named(run_file: Path) -> None:
+def test_a_wrong_argument_is_named(run_file):
     with pytest.raises(ConfigError, match="rank 2 of 2"):
         refocused.TokenLoader("tokens", sequence_length=8, batch_size=1, rank=2, world_size=2)
     with pytest.raises(ConfigError, match=r"validation_fractoin: .* not permitted\.$"):
@@ -211,9 +207,7 @@ def test_a_wrong_argument_is_named(run_file: Path) -> None:
 
 
 @pytest.mark.slow
-def test_checkpoints_are_listed_and_downloaded_verified(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_checkpoints_are_listed_and_downloaded_verified(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     sample_run = SampleRun(Path("runs/one"), tmp_path / "bucket", capsys)
     for step, loss in ((10, 1.5), (20, 2.5)):
@@ -241,7 +235,7 @@ def test_checkpoints_are_listed_and_downloaded_verified(
         assert (path / "trainer.json").is_file()
 
 
-def test_an_estimate_is_that_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_estimate_is_that_of_the_command(capsys):
     found = refocused.estimate_run(
         "gpt2_1b_8xh100_fast", gpus=4, per_hour_usd=12, overrides={"run.steps": 100}
     )
@@ -253,7 +247,7 @@ def test_an_estimate_is_that_of_the_command(capsys: pytest.CaptureFixture[str]) 
         refocused.estimate_run("demo", overrides={"run.stepz": 1})
 
 
-def test_what_cannot_be_loaded_or_started_is_named(run_file: Path) -> None:
+def test_what_cannot_be_loaded_or_started_is_named(run_file):
     Path("runs/demo").mkdir(parents=True)
     with pytest.raises(ConfigError, match=r"^dmeo: no such folder.*Did you mean demo"):
         refocused.load("dmeo")
@@ -262,9 +256,7 @@ def test_what_cannot_be_loaded_or_started_is_named(run_file: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_is_followed_stopped_resumed_and_its_failure_raised(
-    run_file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_is_followed_stopped_resumed_and_its_failure_raised(run_file, capsys):
     longer = {"run.steps": 100_000, "checkpoint.mirror": None}
     run = refocused.start_training(run_file, longer, ranks=1, wait=False)
     assert run.folder == Path("runs/tiny")

@@ -4,7 +4,6 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from ranks import ROOT
@@ -19,7 +18,7 @@ PRINTED = {
 }
 
 
-def printed(example: str, folder: Path) -> str:
+def printed(example, folder):
     """Run an example in a folder; return what it printed."""
     done = subprocess.run(
         [sys.executable, ROOT / "docs" / "examples" / example],
@@ -35,7 +34,7 @@ def printed(example: str, folder: Path) -> str:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_every_example_runs_as_printed(tmp_path: Path) -> None:
+def test_every_example_runs_as_printed(tmp_path):
     assert {path.name for path in (ROOT / "docs" / "examples").iterdir()} == set(PRINTED)
     for example, last in PRINTED.items():
         found = printed(example, tmp_path)

@@ -8,9 +8,8 @@ import json
 import os
 import tracemalloc
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow
@@ -67,10 +66,10 @@ values = hostile | st.recursive(
 )
 
 
-def changed(good: Any) -> st.SearchStrategy[Any]:
+def changed(good):
     """Draw a value with one or two of its parts replaced, removed, or added to."""
 
-    def change(value: Any, draw: Any) -> Any:
+    def change(value, draw):
         if isinstance(value, dict) and value and draw(st.integers(0, 5)):
             name = draw(st.sampled_from(sorted(value)))
             if not draw(st.integers(0, 9)):
@@ -84,7 +83,7 @@ def changed(good: Any) -> st.SearchStrategy[Any]:
         return draw(values)
 
     @st.composite
-    def drawn(draw: Any) -> Any:
+    def drawn(draw):
         value = good
         for _ in range(draw(st.integers(1, 2))):
             value = change(value, draw)
@@ -93,13 +92,13 @@ def changed(good: Any) -> st.SearchStrategy[Any]:
     return drawn()
 
 
-def damaged(good: bytes, lies: Sequence[bytes] = (b"[" * 5000,)) -> st.SearchStrategy[bytes]:
+def damaged(good, lies=(b"[" * 5000,)):
     """Draw a file that is cut, has bytes replaced, or is repeated in part."""
     places = st.integers(0, min(len(good), 200)) | st.integers(0, len(good))  # headers above all
     lengths = st.integers(0, 8) | st.just(len(good))
     edits = st.tuples(places, lengths, st.binary(max_size=8) | st.sampled_from(lies))
 
-    def apply(drawn: list[tuple[int, int, bytes]]) -> bytes:
+    def apply(drawn):
         found = good
         for place, length, piece in drawn:
             found = found[:place] + piece + found[place + length :]
@@ -108,7 +107,7 @@ def damaged(good: bytes, lies: Sequence[bytes] = (b"[" * 5000,)) -> st.SearchStr
     return st.lists(edits, min_size=1, max_size=4).map(apply)
 
 
-def json_files(good: Any) -> st.SearchStrategy[bytes]:
+def json_files(good):
     """Draw JSON of another content, and damaged JSON."""
     text = json.dumps(good)
     return changed(good).map(lambda value: json.dumps(value).encode()) | damaged(text.encode())
@@ -159,7 +158,7 @@ LIES = [lie.to_bytes(8, "little")[:size] for lie in (0, 255, 2**31 - 1, 2**63 - 
 
 
 @st.composite
-def token_files(draw: Any) -> tuple[str, bytes]:
+def token_files(draw):
     """Draw a token file that is damaged, or of whose members one is, its checksums being right."""
     name = draw(st.sampled_from(sorted(TOKEN_FILES)))
     content = TOKEN_FILES[name]
@@ -180,7 +179,7 @@ class WatchedFile(io.BytesIO):
 
     bytes_read = 0
 
-    def read(self, size: int | None = -1, /) -> bytes:
+    def read(self, size=-1, /):
         content = super().read(size)
         self.bytes_read += len(content)
         return content
@@ -188,7 +187,7 @@ class WatchedFile(io.BytesIO):
 
 @settings(fuzzed, max_examples=int(MORE or 400))
 @given(drawn=token_files())
-def test_token_files(drawn: tuple[str, bytes]) -> None:
+def test_token_files(drawn):
     name, content = drawn
     file = WatchedFile(content)
     tracemalloc.start()
@@ -206,21 +205,21 @@ def test_token_files(drawn: tuple[str, bytes]) -> None:
     assert peak < 100 << 20
 
 
-def parquet_bytes() -> bytes:
+def parquet_bytes():
     written = io.BytesIO()
     table = pyarrow.table({"text": ["one", None, "two"] * 20, "id": range(60)})
     parquet.write_table(table, written, row_group_size=30)
     return written.getvalue()
 
 
-def state_bytes(zipped: bool) -> bytes:
+def state_bytes(zipped):
     written = io.BytesIO()
     content = {"module": {"a": torch.zeros(3)}, "global_steps": 5, "shapes": [{"a": (3,)}]}
     torch.save(content, written, _use_new_zipfile_serialization=zipped)
     return written.getvalue()
 
 
-def read_run_folder(file: Path) -> None:
+def read_run_folder(file):
     """Read a run whose state, and the lines of whose logs, are this file."""
     content = file.read_bytes()
     (file.parent / "logs").mkdir(exist_ok=True)
@@ -296,7 +295,7 @@ READERS: dict[str, tuple[st.SearchStrategy[bytes], list[Callable[[Path], object]
 @pytest.mark.parametrize("name", READERS)
 @fuzzed
 @given(drawn=st.data())
-def test_files(name: str, tmp_path_factory: pytest.TempPathFactory, drawn: st.DataObject) -> None:
+def test_files(name, tmp_path_factory, drawn):
     content, readers = READERS[name]
     file = tmp_path_factory.mktemp("fuzz") / name  # a new one: a mapped file must not change
     file.write_bytes(drawn.draw(content))

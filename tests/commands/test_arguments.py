@@ -9,9 +9,7 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -34,8 +32,8 @@ from refocused.system.number_text import age, count_text, size_text
     ],
 )
 def test_a_picture_that_nothing_can_draw_is_refused_before_the_work(
-    command: str, option: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    command, option, monkeypatch, capsys
+):
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # as if it were not installed
     name, *given = command.split()
     assert run_command(name, given) == 2
@@ -52,13 +50,11 @@ def test_a_picture_that_nothing_can_draw_is_refused_before_the_work(
         (age, {3 * 86400 + 7200: "3 d ago"}),
     ],
 )
-def test_quantities_are_spelt_for_people(
-    spell: Callable[[float], str], texts: dict[float, str]
-) -> None:
+def test_quantities_are_spelt_for_people(spell, texts):
     assert {number: spell(number) for number in texts} == texts
 
 
-def test_what_follows_two_dashes_is_no_option() -> None:
+def test_what_follows_two_dashes_is_no_option():
     parser = Parser("x")
     parser.add_argument("texts", nargs="*")
     parser.group("options")("--max-steps N", "a number")
@@ -66,7 +62,7 @@ def test_what_follows_two_dashes_is_no_option() -> None:
     assert (read.max_steps, read.texts) == ("3", ["--a_text_b", "c_d"])
 
 
-def test_the_home_folder_is_meant_by_a_tilde_in_every_path(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_home_folder_is_meant_by_a_tilde_in_every_path(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     parser = Parser("x")
     parser.add_argument("folder", type=Path)
@@ -84,9 +80,7 @@ def test_the_home_folder_is_meant_by_a_tilde_in_every_path(monkeypatch: pytest.M
         (positive, {"7.92": 7.92}, "0 inf nan x"),
     ],
 )
-def test_numbers_are_read_in_every_usual_form(
-    read: Any, numbers: dict[str, float], wrong: str
-) -> None:
+def test_numbers_are_read_in_every_usual_form(read, numbers, wrong):
     assert {text: read(text) for text in numbers} == numbers
     for text in wrong.split():
         with pytest.raises(argparse.ArgumentTypeError):
@@ -94,9 +88,7 @@ def test_numbers_are_read_in_every_usual_form(
 
 
 @pytest.mark.parametrize("stream", [io.StringIO(), Terminal()])
-def test_a_table_is_plain_off_a_terminal_and_fits_one(
-    monkeypatch: pytest.MonkeyPatch, stream: io.StringIO
-) -> None:
+def test_a_table_is_plain_off_a_terminal_and_fits_one(monkeypatch, stream):
     monkeypatch.setenv("TERM", "dumb")
     monkeypatch.setenv("COLUMNS", "40")
     monkeypatch.setenv("LINES", "25")
@@ -111,9 +103,7 @@ def test_a_table_is_plain_off_a_terminal_and_fits_one(
 
 
 @pytest.mark.parametrize("stream", [io.StringIO(), Terminal()])
-def test_progress_moves_on_a_terminal_and_is_a_line_now_and_then_elsewhere(
-    monkeypatch: pytest.MonkeyPatch, stream: io.StringIO
-) -> None:
+def test_progress_moves_on_a_terminal_and_is_a_line_now_and_then_elsewhere(monkeypatch, stream):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("NO_COLOR", "1")
     now = 100.0
@@ -133,7 +123,7 @@ def test_progress_moves_on_a_terminal_and_is_a_line_now_and_then_elsewhere(
 
 
 @pytest.mark.parametrize("command", VERBS)
-def test_help_shows_every_verb_and_imports_nothing_slow(command: str) -> None:
+def test_help_shows_every_verb_and_imports_nothing_slow(command):
     slow = "torch numpy matplotlib google ruamel pydantic rich pyarrow tiktoken"
     code = (
         "import sys; from refocused.commands.main import VERBS, run_command\n"
@@ -154,7 +144,7 @@ EMPTY = (None, False, [], argparse.SUPPRESS)  # defaults that are not shown
 ALL = [(name, verb) for name in COMMANDS for verb in VERBS.get(name, {"": ()})]
 
 
-def parser_of(command: str, verb: str, monkeypatch: pytest.MonkeyPatch) -> Parser:
+def parser_of(command, verb, monkeypatch):
     """Return the parser of a command with all options, without running the command."""
     module = VERBS.get(command, {}).get(verb, (command,))[0]
     functions = importlib.import_module(f"refocused.commands.{module}")
@@ -168,9 +158,7 @@ def parser_of(command: str, verb: str, monkeypatch: pytest.MonkeyPatch) -> Parse
 
 
 @pytest.mark.parametrize(("command", "verb"), [*ALL, ("launch", "")])
-def test_help_shows_defaults_in_one_style_and_examples_that_parse(
-    command: str, verb: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_help_shows_defaults_in_one_style_and_examples_that_parse(command, verb, monkeypatch):
     parser = parser_of(command, verb, monkeypatch)
     said = parser.format_help()
     assert parser.examples and argparse.SUPPRESS not in said
@@ -191,9 +179,7 @@ def test_help_shows_defaults_in_one_style_and_examples_that_parse(
 
 
 @pytest.mark.parametrize("command", ["prepare_data.py --help", "checkpoints.py list"])
-def test_a_reader_that_leaves_ends_a_command_without_a_traceback(
-    tmp_path: Path, command: str
-) -> None:
+def test_a_reader_that_leaves_ends_a_command_without_a_traceback(tmp_path, command):
     (tmp_path / "runs" / "one" / "checkpoints").mkdir(parents=True)
     script, argument = command.split()
     reading, writing = os.pipe()
@@ -210,9 +196,7 @@ def test_a_reader_that_leaves_ends_a_command_without_a_traceback(
     assert (done.returncode, done.stderr) == (1, "")
 
 
-def test_broken_connections_stay_errors_and_do_not_end_the_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_broken_connections_stay_errors_and_do_not_end_the_process(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run_command("prepare_data", ["--help"])
     run_command("checkpoints", ["list"])

@@ -4,14 +4,11 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from checkpoints.step_samples import flip_byte, reseal
 from checkpoints.two_machines import Machines
-from commands.run_samples import SampleRun
-from fakes import Emulator
 from ranks import ROOT
 from thread_ranks import results
 
@@ -24,8 +21,8 @@ from refocused.system.errors import CheckpointError
 from refocused.system.locks import FileLock
 
 
-def test_the_steps_of_either_place_and_of_a_run_only_in_a_bucket(sample_run: SampleRun) -> None:
-    def steps(*options: object) -> list[tuple[int, str]]:
+def test_the_steps_of_either_place_and_of_a_run_only_in_a_bucket(sample_run):
+    def steps(*options):
         found = sample_run.command_json("list", *options)["steps"]
         return [(step["step"], step["bucket"]) for step in found]
 
@@ -43,7 +40,7 @@ def test_the_steps_of_either_place_and_of_a_run_only_in_a_bucket(sample_run: Sam
     assert steps("--run", "one", "--bucket", sample_run.bucket) == [(10, "ok")]
 
 
-def test_the_script_runs_from_any_folder_and_loads_no_torch(sample_run: SampleRun) -> None:
+def test_the_script_runs_from_any_folder_and_loads_no_torch(sample_run):
     sample_run.save(10)
     command = [sys.executable, "-X", "importtime", ROOT / "launch" / "checkpoints.py", "list"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -53,7 +50,7 @@ def test_the_script_runs_from_any_folder_and_loads_no_torch(sample_run: SampleRu
     assert not imported & {"torch", "google.cloud.storage", "checkpoints"}
 
 
-def test_control_characters_of_a_foreign_manifest_are_escaped(sample_run: SampleRun) -> None:
+def test_control_characters_of_a_foreign_manifest_are_escaped(sample_run):
     step = sample_run.save_readable(10)
     write_manifest(step.path, step.manifest.model_copy(update={"run": "\x1b]52;c;cHduZWQ=\x07"}))
     code, out, _ = sample_run.command("info", "10")
@@ -66,7 +63,7 @@ def test_control_characters_of_a_foreign_manifest_are_escaped(sample_run: Sample
 SHARD = "zero/zero_pp_rank_1_mp_rank_00_optim_states.pt"
 
 
-def other_manifest(step: Path) -> None:
+def other_manifest(step):
     content = json.loads((step / COMMITTED).read_text())
     (step / COMMITTED).write_text(json.dumps(content | {"manifest_crc32c": 1}))
 
@@ -97,8 +94,8 @@ def other_manifest(step: Path) -> None:
     ],
 )
 def test_an_object_lost_or_spoilt_after_the_marker_is_named(
-    sample_run: SampleRun, place: str, damage: Callable[[Path], None], problem: str, is_deep: bool
-) -> None:
+    sample_run, place, damage, problem, is_deep
+):
     step = sample_run.save(10)
     if place == "bucket":
         sample_run.mirror(step)
@@ -120,7 +117,7 @@ def test_an_object_lost_or_spoilt_after_the_marker_is_named(
         assert sample_run.command("verify", "10", *deep, "--local")[0] == 0
 
 
-def test_another_save_of_the_same_step_in_the_bucket_is_found(sample_run: SampleRun) -> None:
+def test_another_save_of_the_same_step_in_the_bucket_is_found(sample_run):
     step = sample_run.save(10)
     sample_run.mirror(step)
     remove_checkpoint(step.path)
@@ -130,9 +127,7 @@ def test_another_save_of_the_same_step_in_the_bucket_is_found(sample_run: Sample
     assert "belongs to another save of this step than the local one" in out
 
 
-def test_a_copy_still_under_way_is_wrong_only_when_nothing_else_is_whole(
-    sample_run: SampleRun,
-) -> None:
+def test_a_copy_still_under_way_is_wrong_only_when_nothing_else_is_whole(sample_run):
     step = sample_run.save(10)
     sample_run.mirror(step)
     sample_run.there(10, COMMITTED).unlink()
@@ -144,7 +139,7 @@ def test_a_copy_still_under_way_is_wrong_only_when_nothing_else_is_whole(
     assert (check["local"], check["bucket"], check["whole"]) == ("-", "85 %", False)
 
 
-def test_a_step_is_downloaded_verified_into_the_run(sample_run: SampleRun) -> None:
+def test_a_step_is_downloaded_verified_into_the_run(sample_run):
     sample_run.mirror(sample_run.save(9500, validation_loss=2.0), keep=False)
     sample_run.mirror(sample_run.save(10000), keep=False)
     flip_byte(sample_run.there(10000, "trainer.json"))
@@ -164,7 +159,7 @@ def test_a_step_is_downloaded_verified_into_the_run(sample_run: SampleRun) -> No
     assert sample_run.local_steps() == [10000]
 
 
-def test_an_upload_completes_what_is_missing_newest_first(sample_run: SampleRun) -> None:
+def test_an_upload_completes_what_is_missing_newest_first(sample_run):
     sample_run.mirror(sample_run.save(10))
     interrupted = sample_run.save(20)
     sample_run.mirror(interrupted)
@@ -180,7 +175,7 @@ def test_an_upload_completes_what_is_missing_newest_first(sample_run: SampleRun)
     )
 
 
-def test_an_upload_does_not_work_beside_the_runs_mirror(sample_run: SampleRun) -> None:
+def test_an_upload_does_not_work_beside_the_runs_mirror(sample_run):
     sample_run.tell_of_mirror()
     sample_run.save(10)
     lock = FileLock(MirrorFiles(sample_run.folder).lock)
@@ -193,9 +188,7 @@ def test_an_upload_does_not_work_beside_the_runs_mirror(sample_run: SampleRun) -
 
 
 @pytest.mark.bucket
-def test_an_object_store_gets_steps_shows_damage_and_gives_them_back(
-    sample_run: SampleRun, emulator: Emulator
-) -> None:
+def test_an_object_store_gets_steps_shows_damage_and_gives_them_back(sample_run, emulator):
     bucket = ("--bucket", f"{emulator.url}/mirror")
     sample_run.save_all(10, 20, 30)
     assert sample_run.command_json("upload", "all", *bucket)["uploaded"] == [30, 20, 10]
@@ -211,7 +204,7 @@ def test_an_object_store_gets_steps_shows_damage_and_gives_them_back(
 
 
 @pytest.fixture
-def machines(tmp_path: Path, sample_run: SampleRun) -> Machines:
+def machines(tmp_path, sample_run):
     """Two machines with disks of their own, each with its part of step 10."""
     found = Machines(tmp_path)
     results(found.save(10))
@@ -219,14 +212,14 @@ def machines(tmp_path: Path, sample_run: SampleRun) -> Machines:
     return found
 
 
-def be_on(node: int, machines: Machines, run: SampleRun) -> Path:
+def be_on(node, machines, run):
     """Let the run's folder be that of one machine; return its step."""
     shutil.rmtree(run.checkpoints, ignore_errors=True)
     shutil.copytree(machines.folders[node], run.checkpoints)
     return run.checkpoints / "checkpoint_step_10"
 
 
-def test_a_part_is_called_one(machines: Machines, sample_run: SampleRun) -> None:
+def test_a_part_is_called_one(machines, sample_run):
     path = be_on(1, machines, sample_run)
     code, out, _ = sample_run.command("list")
     assert code == 0
@@ -240,9 +233,7 @@ def test_a_part_is_called_one(machines: Machines, sample_run: SampleRun) -> None
     assert code == 3 and "zero/rank_1.pt has CRC-32C" in out
 
 
-def test_each_machine_sends_its_part_and_a_download_makes_it_whole(
-    machines: Machines, sample_run: SampleRun
-) -> None:
+def test_each_machine_sends_its_part_and_a_download_makes_it_whole(machines, sample_run):
     for node, code in ((0, 5), (1, 5), (0, 0), (1, 0)):
         path = be_on(node, machines, sample_run)
         found, out, err = sample_run.command("upload", "all")
@@ -257,12 +248,10 @@ def test_each_machine_sends_its_part_and_a_download_makes_it_whole(
     assert (entry["local"], entry["bucket"]) == ("ok", "ok")
 
 
-def test_the_newest_and_the_best_stay_and_what_the_disk_does_not_let_go(
-    sample_run: SampleRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_newest_and_the_best_stay_and_what_the_disk_does_not_let_go(sample_run, monkeypatch):
     rename = Path.rename
 
-    def refusing(path: Path, target: Path) -> Path:
+    def refusing(path, target):
         if path.name == "checkpoint_step_900":
             raise PermissionError(13, "Permission denied", str(path))
         return rename(path, target)
@@ -276,7 +265,7 @@ def test_the_newest_and_the_best_stay_and_what_the_disk_does_not_let_go(
     assert sample_run.local_steps() == [900, 1000, 9500, 10000]
 
 
-def test_what_the_mirror_lacks_is_never_removed(sample_run: SampleRun) -> None:
+def test_what_the_mirror_lacks_is_never_removed(sample_run):
     for step in (10, 20, 30, 40, 50, 60):
         saved = sample_run.save(step)
         if step in (10, 30, 40):
@@ -294,7 +283,7 @@ def test_what_the_mirror_lacks_is_never_removed(sample_run: SampleRun) -> None:
     assert sample_run.local_steps() == [20, 30, 40, 50, 60]
 
 
-def test_in_the_bucket_the_same_stay_and_what_is_on_its_way_too(sample_run: SampleRun) -> None:
+def test_in_the_bucket_the_same_stay_and_what_is_on_its_way_too(sample_run):
     for step in (10, 20, 30, 40, 50, 60):
         changes = {"validation_loss": 1.0} if step == 10 else {}
         tiers = ["epoch"] if step == 20 else ["rolling"]
@@ -310,9 +299,7 @@ def test_in_the_bucket_the_same_stay_and_what_is_on_its_way_too(sample_run: Samp
     assert listed["bucket_bytes"] > 4 * 7000
 
 
-def test_what_was_set_aside_is_shown_and_removed_without_counting_as_kept(
-    sample_run: SampleRun,
-) -> None:
+def test_what_was_set_aside_is_shown_and_removed_without_counting_as_kept(sample_run):
     sample_run.save_all(10, 20, 30)
     aside = [set_aside(sample_run.save(step).path) for step in (40, 50)]
     names = [path.name for path in aside]
@@ -336,7 +323,7 @@ def test_what_was_set_aside_is_shown_and_removed_without_counting_as_kept(
     assert path.exists()
 
 
-def test_the_steps_of_a_branch_that_was_left_go_but_for_epochs(sample_run: SampleRun) -> None:
+def test_the_steps_of_a_branch_that_was_left_go_but_for_epochs(sample_run):
     sample_run.save_all(10, 20, 30)
     sample_run.save(40, tiers=["epoch"])
     sample_run.save(25, branch=2, ancestry=((1, 20),))

@@ -4,7 +4,6 @@ import io
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from ranks import ROOT
@@ -15,16 +14,14 @@ from refocused.commands.launch import Launches
 from refocused.config.load_run import load_run
 
 
-def refocused(*words: str) -> tuple[int, str]:
+def refocused(*words):
     """Return the exit code of `refocused WORDS`, and what it printed."""
     command = [sys.executable, "-m", "refocused", *words]
     done = subprocess.run(command, capture_output=True, text=True)
     return done.returncode, done.stdout + done.stderr
 
 
-def test_characters_that_the_output_cannot_show_are_escaped(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_characters_that_the_output_cannot_show_are_escaped(monkeypatch):
     out = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
     monkeypatch.setattr(sys, "stdout", out)
     monkeypatch.setattr(main, "_module", lambda _name: Writer)
@@ -35,12 +32,12 @@ def test_characters_that_the_output_cannot_show_are_escaped(
 
 class Writer:
     @staticmethod
-    def main(_given: object) -> int:
+    def main(_given):
         print("\xe9 \u6f22")
         return 0
 
 
-def test_every_script_is_a_command() -> None:
+def test_every_script_is_a_command():
     scripts = {path.stem for path in (ROOT / "launch").glob("*.py")}
     assert scripts | {"launch"} <= set(main.COMMANDS)
     code, listed = refocused("--help")
@@ -75,7 +72,7 @@ FISH = "source {script}; complete -C $argv[1] | string split -f 1 \\t"
 
 
 @pytest.mark.parametrize("shell", main.SHELLS)
-def test_a_shell_completes_commands_verbs_options_and_runs(tmp_path: Path, shell: str) -> None:
+def test_a_shell_completes_commands_verbs_options_and_runs(tmp_path, shell):
     script = tmp_path / "script"
     code, printed = refocused("--completion", shell)
     assert code == 0
@@ -94,9 +91,7 @@ def test_a_shell_completes_commands_verbs_options_and_runs(tmp_path: Path, shell
 
 
 @pytest.mark.parametrize("started", ["bin/refocused", "site-packages/refocused/__main__.py"])
-def test_messages_of_the_console_command_name_no_script(
-    monkeypatch: pytest.MonkeyPatch, started: str
-) -> None:
+def test_messages_of_the_console_command_name_no_script(monkeypatch, started):
     monkeypatch.setattr(train.shutil, "which", str)
     monkeypatch.setattr(sys, "argv", [f"/v/{started}", "train", "--config", "demo"])
     for ranks, command in {

@@ -3,13 +3,12 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from end_to_end.tiny import tiny_run
-from fakes import Emulator, Fault
+from fakes import Fault
 from ranks import ROOT
 
 from refocused.bucket.open_bucket import open_bucket
@@ -21,25 +20,25 @@ from refocused.doctor.finding import Finding
 
 
 @pytest.fixture
-def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def tiny(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tiny_run(tmp_path)
     return tmp_path
 
 
-def asked(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> dict[str, Any]:
+def asked(capsys, *arguments, code=0):
     assert run_command("doctor", ["--config", "tiny.yaml", "--json", *arguments]) == code
     report: dict[str, Any] = json.loads(capsys.readouterr().out)
     return report
 
 
-def of(report: dict[str, Any], check: str) -> list[tuple[str, str]]:
+def of(report, check):
     return [
         (found["level"], found["text"]) for found in report["findings"] if found["check"] == check
     ]
 
 
-def test_a_finding_is_wrapped() -> None:
+def test_a_finding_is_wrapped():
     finding = Finding("bucket", "fail", "what was found " * 8, "what is to be done " * 5)
     lines = lines_of(finding, width=60)
     assert lines[0].startswith("fail  bucket       what was found")
@@ -47,9 +46,7 @@ def test_a_finding_is_wrapped() -> None:
     assert sum("-> what" in line for line in lines) == 1
 
 
-def test_a_missing_package_is_said_before_anything_imports_it(
-    tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_package_is_said_before_anything_imports_it(tiny, capsys, monkeypatch):
     (tiny / "pins.txt").write_text("not-needed==1.0\n")
     monkeypatch.setattr(machine, "PINS", tiny / "pins.txt")
     monkeypatch.setattr("importlib.metadata.requires", lambda _: ["no-such-package>=1"])
@@ -58,9 +55,7 @@ def test_a_missing_package_is_said_before_anything_imports_it(
     assert of(report, "packages") == [("fail", "missing: no-such-package")]
 
 
-def test_a_store_that_cannot_be_found_is_one_finding(
-    tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_that_cannot_be_found_is_one_finding(tiny, capsys, monkeypatch):
     monkeypatch.setattr("refocused.doctor.early.missing_store_name", lambda _: "store.example")
     places = ("data.source=gs://b42/x", "checkpoint.mirror=gs://b42/y")
     report = asked(capsys, "--quick", "run.device=cpu", *places, code=3)
@@ -70,7 +65,7 @@ def test_a_store_that_cannot_be_found_is_one_finding(
     assert text.startswith("data.source, checkpoint.mirror: Unknown host store.example. Check")
 
 
-def test_ids_beyond_the_model_and_no_mirror(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ids_beyond_the_model_and_no_mirror(tiny, capsys):
     np.save(tiny / "tokens" / "shard_001.npy", np.arange(4000, dtype=np.uint16) % 601)
     report = asked(capsys, "run.device=cpu", "checkpoint.mirror=null", code=3)
     assert (
@@ -81,16 +76,14 @@ def test_ids_beyond_the_model_and_no_mirror(tiny: Path, capsys: pytest.CaptureFi
     assert of(report, "step")[0][0] == "warn" and not of(report, "allreduce")
 
 
-def test_validation_that_leaks_and_tokens_in_no_sequence(
-    tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_validation_that_leaks_and_tokens_in_no_sequence(tiny, capsys, monkeypatch):
     ids = np.arange(4000, dtype=np.uint16) % 512
     np.save(tiny / "tokens" / "val.npy", ids)
     for number in range(50):
         np.save(tiny / "tokens" / f"short_{number:02d}.npy", ids[:30])
     headers, read = Counter[str](), token_layout.read_npy_header
 
-    def count(file: Any, *, what: str) -> Any:
+    def count(file, *, what):
         headers[what] += 1
         return read(file, what=what)
 
@@ -103,9 +96,7 @@ def test_validation_that_leaks_and_tokens_in_no_sequence(
 
 
 @pytest.mark.bucket
-def test_a_mirror_that_may_not_be_cleaned(
-    tiny: Path, emulator: Emulator, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_mirror_that_may_not_be_cleaned(tiny, emulator, capsys):
     mirror = ("--quick", "run.device=cpu", f"checkpoint.mirror={emulator.url}/runs")
     report = asked(capsys, *mirror)
     assert [level for level, _ in of(report, "bucket")] == ["ok", "ok"]
@@ -121,7 +112,7 @@ def test_a_mirror_that_may_not_be_cleaned(
 
 @pytest.mark.slow
 @pytest.mark.bucket
-def test_the_whole_of_it_with_real_ranks_leaves_only_shards(tiny: Path, emulator: Emulator) -> None:
+def test_the_whole_of_it_with_real_ranks_leaves_only_shards(tiny, emulator):
     for shard in sorted((tiny / "tokens").iterdir()):
         emulator.put(f"data/{shard.name}", shard.read_bytes())
     before = sorted(tiny.rglob("*"))
@@ -151,9 +142,7 @@ def test_the_whole_of_it_with_real_ranks_leaves_only_shards(tiny: Path, emulator
 
 
 @pytest.mark.slow
-def test_what_would_end_the_start_of_the_ranks_fails(
-    tiny: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_would_end_the_start_of_the_ranks_fails(tiny, capsys):
     alone = ("run.device=cpu", "--gpus", "1")
     train = [sys.executable, ROOT / "launch" / "train.py", "--config", "tiny.yaml", alone[0]]
     subprocess.run([*train, "run.steps=2"], check=True, capture_output=True)

@@ -18,24 +18,23 @@ from refocused.commands.run_measured import measure
 from refocused.estimate.run_cost import DISK_BYTES_PER_SECOND, START_UP_SECONDS
 
 main = functools.partial(run_command, "estimate_cost")
-Capture = pytest.CaptureFixture[str]
 MEASURED = ("--measured", "one", "--per-hour", "36", "--budget", "18")
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(tmp_path, monkeypatch):
     """A folder of its own, the current one: a run below it is found by its name."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-def estimated(capsys: Capture, *arguments: str) -> dict[str, Any]:
+def estimated(capsys, *arguments):
     assert main([*arguments, "--json"]) == 0
     record: dict[str, Any] = json.loads(capsys.readouterr().out)
     return record
 
 
-def test_a_run_by_hand(capsys: Capture) -> None:
+def test_a_run_by_hand(capsys):
     settings = ["checkpoint.mirror=gs://bucket/runs", "run.steps=20000"]
     found = estimated(capsys, "--config", RUN, "--per-hour", "24", *settings)
     # 24 blocks of width 1536 and GPT-2's 50,257 ids: 6 N and 12 L D T FLOPs a token
@@ -63,13 +62,13 @@ def test_a_run_by_hand(capsys: Capture) -> None:
     assert within["scenarios"][1]["cost_usd"] <= 400 < beyond["scenarios"][1]["cost_usd"]
 
 
-def test_the_vocabulary_decides_parameters_and_the_bytes_of_a_token(capsys: Capture) -> None:
+def test_the_vocabulary_decides_parameters_and_the_bytes_of_a_token(capsys):
     found = estimated(capsys, "--config", RUN, "model.vocabulary=100000", "data.tokenizer=unknown")
     assert found["parameters"]["total"] == 760_300_032 + (100_000 - 50_257) * 1536
     assert found["storage_bytes"]["data"] == 4 * found["tokens"]  # ids above 65,535 take four bytes
 
 
-def test_tasks_and_samples_are_counted(capsys: Capture) -> None:
+def test_tasks_and_samples_are_counted(capsys):
     item = {"ctx": "c" * 20, "endings": ["e" * 11, "f" * 31], "label": 0}
     Path("mine.jsonl").write_text(f"{json.dumps(item)}\n" * 7)
     settings = ["run.steps=20000", "evaluation.tasks=[mine.jsonl]", "evaluation.task_interval=6000"]
@@ -87,7 +86,7 @@ def test_tasks_and_samples_are_counted(capsys: Capture) -> None:
     assert "mine.jsonl:1: it has no list of texts `endings`" in capsys.readouterr().err
 
 
-def test_offers_are_of_the_same_gpu_and_the_cheapest_comes_first(capsys: Capture) -> None:
+def test_offers_are_of_the_same_gpu_and_the_cheapest_comes_first(capsys):
     found = estimated(capsys, "--config", RUN, "--gpus", "4")
     assert {offer["gpu"] for offer in found["offers"]} == {"H100 SXM"}
     costs = [offer["cost_usd"] for offer in found["offers"]]
@@ -96,7 +95,7 @@ def test_offers_are_of_the_same_gpu_and_the_cheapest_comes_first(capsys: Capture
     assert whole["all_per_hour_usd"] == whole["per_hour_usd"]  # four of eight are paid in full
 
 
-def test_a_sweep_keeps_the_price_of_a_gpu_and_names_what_cannot_be(capsys: Capture) -> None:
+def test_a_sweep_keeps_the_price_of_a_gpu_and_names_what_cannot_be(capsys):
     found = estimated(capsys, "--config", RUN, "--per-hour", "24", "--sweep", "gpus=1,3,16")
     one, three, sixteen = found["sweep"]
     assert (one["per_hour_usd"], sixteen["per_hour_usd"]) == (3.0, 48.0)
@@ -105,12 +104,10 @@ def test_a_sweep_keeps_the_price_of_a_gpu_and_names_what_cannot_be(capsys: Captu
     assert "not a multiple" in three["refused"]
 
 
-def test_a_sweep_compares_stages_and_says_where_hpz_pays(
-    capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sweep_compares_stages_and_says_where_hpz_pays(capsys, monkeypatch):
     sweep = ["--per-hour", "24", "--sweep", "gpus=8,64"]
 
-    def at_64() -> tuple[dict[str, Any], dict[tuple[int, str], dict[str, Any]]]:
+    def at_64():
         here, there = estimated(capsys, "--config", "gpt2_1b_8xh100", *sweep)["sweep"]
         assert [one["zero_stage"] for one in here["by_zero"]] == [1, 2, 3]  # no second node
         by = {(one["zero_stage"], one["zero_partition"]): one for one in there["by_zero"]}
@@ -129,7 +126,7 @@ def test_a_sweep_compares_stages_and_says_where_hpz_pays(
         assert (seconds[0] < seconds[1]) is pays
 
 
-def test_a_step_that_does_not_fit_comes_with_settings_that_do(capsys: Capture) -> None:
+def test_a_step_that_does_not_fit_comes_with_settings_that_do(capsys):
     crowded = ["--config", RUN, "batch.micro_batch_size=64", "--gpu", "L4"]
     assert main([*crowded, "--json"]) == 3
     fix = json.loads(capsys.readouterr().out)["fix"]
@@ -137,7 +134,7 @@ def test_a_step_that_does_not_fit_comes_with_settings_that_do(capsys: Capture) -
     assert main([*crowded, *settings.split()]) == 0
 
 
-def test_neither_help_nor_an_estimate_imports_torch() -> None:
+def test_neither_help_nor_an_estimate_imports_torch():
     script = (
         "import sys\n"
         "from refocused.commands.main import run_command\n"
@@ -147,7 +144,7 @@ def test_neither_help_nor_an_estimate_imports_torch() -> None:
     subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.DEVNULL)
 
 
-def test_a_stopped_run_by_hand_over_a_rewind(here: Path, capsys: Capture) -> None:
+def test_a_stopped_run_by_hand_over_a_rewind(here, capsys):
     write_run(here, "stopped")
     found = estimated(capsys, *MEASURED)
     assert (found["sessions"], found["step_seconds"]) == (2, 2.0)
@@ -161,7 +158,7 @@ def test_a_stopped_run_by_hand_over_a_rewind(here: Path, capsys: Capture) -> Non
     assert found["goodput_fraction"] == pytest.approx((960 * 400 / 480 + 220) / 2020)
 
 
-def test_a_run_that_trains_has_used_the_time_since_its_last_line(here: Path) -> None:
+def test_a_run_that_trains_has_used_the_time_since_its_last_line(here):
     run = write_run(here, "training")
     now = 1_795_338_000.0 + 100  # 2026-11-22T09:00:00Z and a hundred seconds
     found = measure(run, per_hour_usd=None, budget_usd=None, now=now).as_record()
@@ -170,9 +167,7 @@ def test_a_run_that_trains_has_used_the_time_since_its_last_line(here: Path) -> 
     assert [found[name] for name in ("cost_usd", "cost_left_usd", "budget_step")] == [None] * 3
 
 
-def test_what_a_crashed_run_has_left_counts_from_its_checkpoint(
-    here: Path, capsys: Capture
-) -> None:
+def test_what_a_crashed_run_has_left_counts_from_its_checkpoint(here, capsys):
     gone = {"host": socket.gethostname(), "pid": 2**22 + 1}  # no process has such a pid
     run = write_run(here, "training", step=400, **gone)
     state = json.loads((run / "state.json").read_text())
@@ -196,9 +191,7 @@ def test_what_a_crashed_run_has_left_counts_from_its_checkpoint(
         ("stopped", 500, "50", "reached at step 500"),
     ],
 )
-def test_what_a_run_cost_and_a_budget_was_good_for(
-    here: Path, capsys: Capture, status: str, step: int, budget: str, answer: str
-) -> None:
+def test_what_a_run_cost_and_a_budget_was_good_for(here, capsys, status, step, budget, answer):
     write_settings(write_run(here, status, step=step, cost_usd=50.0), "cost.per_hour_usd=36")
     assert main(["--measured", "one", "--per-hour", "72"]) == 0  # for the time so far, too
     assert "in 2 sessions, $26.00, $0.0520 a million tokens" in capsys.readouterr().out

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from evaluate.harness import CONTEXT, MODELS, SCORES
-from ranks import Ended, ForkedRanks
+from ranks import ForkedRanks
 from safetensors.torch import load_file, save_file
 
 from refocused.commands.evaluate import draw_scores, steps_of_one_run
@@ -21,11 +21,10 @@ main = functools.partial(run_command, "evaluate")
 ON_FILE: dict[str, Any] = json.loads(SCORES.read_text())
 PNG = b"\x89PNG"
 ITEM = {"ctx": "the cat", "endings": ["sat on", "ran"], "label": 0}
-Capture = pytest.CaptureFixture[str]
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def models(tmp_path_factory):
     """The transformers folders `bytes` and `words`, with task files beside them."""
     folder = tmp_path_factory.mktemp("models")
     for name, make in MODELS.items():
@@ -43,12 +42,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def copy(models: Path, tmp_path: Path) -> Path:
+def copy(models, tmp_path):
     """A copy of a model, to be changed."""
     return Path(shutil.copytree(models / "bytes", tmp_path / "copy"))
 
 
-def evaluate(capture: Capture, *arguments: object, code: int = 0) -> str:
+def evaluate(capture, *arguments, code=0):
     """Run the command on the CPU; return what it printed, or its message."""
     given = [str(argument) for argument in (*arguments, "--device", "cpu")]
     assert main(given) == code
@@ -56,18 +55,18 @@ def evaluate(capture: Capture, *arguments: object, code: int = 0) -> str:
     return out if code == 0 else err
 
 
-def compare(capture: Capture, *arguments: object) -> str:
+def compare(capture, *arguments):
     return evaluate(capture, "compare", *arguments)
 
 
-def change_weights(folder: Path, change: Any) -> None:
+def change_weights(folder, change):
     file = folder / "model.safetensors"
     tensors = load_file(file)
     change(tensors)
     save_file(tensors, file, metadata={"format": "pt"})
 
 
-def test_all_tasks_of_a_folder_give_the_scores_on_file(models: Path, capsys: Capture) -> None:
+def test_all_tasks_of_a_folder_give_the_scores_on_file(models, capsys):
     tasks = "hellaswag,piqa,lambada,multiple_choice,perplexity"
     arguments = ("--tasks", tasks, "--data", models, "--json")
     told = json.loads(evaluate(capsys, models / "bytes", *arguments))
@@ -91,9 +90,7 @@ def test_all_tasks_of_a_folder_give_the_scores_on_file(models: Path, capsys: Cap
         ("no tokenizer", "has no tokenizer. Name it: --tokenizer bytes"),
     ],
 )
-def test_a_damaged_folder_is_not_measured(
-    models: Path, copy: Path, capsys: Capture, damage: str, message: str
-) -> None:
+def test_a_damaged_folder_is_not_measured(models, copy, capsys, damage, message):
     wpe, file = "transformer.wpe.weight", copy / "model.safetensors"
     if damage == "cut off":
         file.write_bytes(file.read_bytes()[:-100])
@@ -109,9 +106,7 @@ def test_a_damaged_folder_is_not_measured(
     assert len(told.splitlines()) == 1
 
 
-def test_what_the_configuration_does_not_describe_is_reported(
-    models: Path, copy: Path, capsys: Capture, caplog: Any
-) -> None:
+def test_what_the_configuration_does_not_describe_is_reported(models, copy, capsys, caplog):
     name = "transformer.ln_f.weight"
     change_weights(copy, lambda one: one.update({"transformer.h.7.ln_1.weight": one[name].clone()}))
     first, line = evaluate(
@@ -122,9 +117,7 @@ def test_what_the_configuration_does_not_describe_is_reported(
     assert line.startswith("piqa       3 items  acc 0.") and " +- 0." in line
 
 
-def test_a_model_of_the_same_shape_without_training_shows_what_chance_is(
-    models: Path, capsys: Capture
-) -> None:
+def test_a_model_of_the_same_shape_without_training_shows_what_chance_is(models, capsys):
     arguments = (models / "bytes", "--tasks", f"{models}/story.txt", "--untrained")
     told = json.loads(evaluate(capsys, *arguments, "--json"))
     assert (told["trained"], told["parameters"]) == (False, 22_968)
@@ -133,7 +126,7 @@ def test_a_model_of_the_same_shape_without_training_shows_what_chance_is(
     assert "untrained: 22,968 parameters" in evaluate(capsys, *arguments)
 
 
-def test_scores_over_the_steps_of_one_run_are_a_curve(tmp_path: Path) -> None:
+def test_scores_over_the_steps_of_one_run_are_a_curve(tmp_path):
     rows = {str(step): {"quiz acc": Measure(step / 100, None)} for step in (10, 20)}
     draw_scores(rows, tmp_path / "a" / "curve.png", steps={"10": 10, "20": 20})
     assert (tmp_path / "a" / "curve.png").read_bytes().startswith(PNG)
@@ -146,7 +139,7 @@ def test_scores_over_the_steps_of_one_run_are_a_curve(tmp_path: Path) -> None:
     assert steps_of_one_run({"a": one, "b": Evaluated({}, [])}) == {}
 
 
-def on_two_ranks(folder: Path, *arguments: object) -> Ended:
+def on_two_ranks(folder, *arguments):
     given = [str(argument) for argument in arguments]
     started = ForkedRanks(2, given, folder=folder, command=main)
     try:
@@ -156,9 +149,7 @@ def on_two_ranks(folder: Path, *arguments: object) -> Ended:
 
 
 @pytest.mark.slow
-def test_two_ranks_share_the_items_of_a_comparison_and_one_prints(
-    models: Path, tmp_path: Path
-) -> None:
+def test_two_ranks_share_the_items_of_a_comparison_and_one_prints(models, tmp_path):
     given = (
         "compare",
         models / "bytes",
@@ -185,7 +176,7 @@ def test_two_ranks_share_the_items_of_a_comparison_and_one_prints(
 
 
 @pytest.mark.slow
-def test_two_ranks_report_a_mistake_once(models: Path, tmp_path: Path) -> None:
+def test_two_ranks_report_a_mistake_once(models, tmp_path):
     ended = on_two_ranks(
         tmp_path, "compare", models / "bytes", "--tasks", "piqa", "--device", "cpu"
     )
@@ -199,8 +190,6 @@ def test_two_ranks_report_a_mistake_once(models: Path, tmp_path: Path) -> None:
     ("device", "capability", "dtype"),
     [("cpu", None, "fp32"), ("cuda:0", (7, 5), "fp16"), ("cuda:0", (9, 0), "bf16")],
 )
-def test_a_model_computes_in_what_its_device_has(
-    monkeypatch: pytest.MonkeyPatch, device: str, capability: tuple[int, int] | None, dtype: str
-) -> None:
+def test_a_model_computes_in_what_its_device_has(monkeypatch, device, capability, dtype):
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
     assert usual_dtype(device) == dtype

@@ -12,55 +12,49 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from commands.run_samples import SampleRun
 from evaluate.small_models import small_model
-from fakes import Emulator
 from ranks import ROOT
 
 from refocused.commands.main import run_command
 
 main = functools.partial(run_command, "generate")
 
-Capture = pytest.CaptureFixture[str]
-
 
 class Typed(io.TextIOWrapper):
     """Lines that a person types, or that come through a pipe."""
 
-    def __init__(self, text: bytes, *, at_terminal: bool) -> None:
+    def __init__(self, text, *, at_terminal):
         super().__init__(io.BytesIO(text))
         self._at_terminal = at_terminal
 
-    def isatty(self) -> bool:
+    def isatty(self):
         return self._at_terminal
 
 
-def give(monkeypatch: pytest.MonkeyPatch, text: bytes, *, at_terminal: bool) -> None:
+def give(monkeypatch, text, *, at_terminal):
     monkeypatch.setattr(sys, "stdin", Typed(text, at_terminal=at_terminal))
     monkeypatch.setattr(sys.stderr, "isatty", lambda: at_terminal)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     """A transformers folder."""
     return saved_model("gpt2", tmp_path_factory.mktemp("model"))
 
 
-def saved_model(family: str, folder: Path) -> Path:
+def saved_model(family, folder):
     model = small_model(family)
     model.network.save_pretrained(folder)
     model.tokenizer.save_pretrained(folder)
     return folder
 
 
-def generated(capture: Capture, *arguments: object) -> Any:
+def generated(capture, *arguments):
     assert main([*map(str, arguments), "--json"]) == 0
     return json.loads(capture.readouterr().out)
 
 
-def test_prompts_come_from_anywhere_and_are_written_together(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
+def test_prompts_come_from_anywhere_and_are_written_together(folder, tmp_path, monkeypatch, capsys):
     (tmp_path / "whole.txt").write_text("two\nlines\n")
     (tmp_path / "lines.txt").write_text("one\n\nanother \u6f22\n")
     files = ("--file", tmp_path / "whole.txt", "--lines", tmp_path / "lines.txt")
@@ -74,9 +68,7 @@ def test_prompts_come_from_anywhere_and_are_written_together(
     assert capsys.readouterr().out.startswith("through a\npipe")
 
 
-def test_lines_that_are_typed_are_continued_one_by_one(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
+def test_lines_that_are_typed_are_continued_one_by_one(folder, monkeypatch, capsys):
     give(monkeypatch, b"", at_terminal=True)
     typed = Mock(side_effect=["first", "", "x" * 64, "second", EOFError])
     monkeypatch.setattr("builtins.input", typed)
@@ -87,9 +79,7 @@ def test_lines_that_are_typed_are_continued_one_by_one(
     assert "error: The prompt has 64 tokens" in err
 
 
-def test_each_turn_of_a_conversation_has_a_seed_of_its_own(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
+def test_each_turn_of_a_conversation_has_a_seed_of_its_own(folder, monkeypatch, capsys):
     given = [str(folder), "--tokens", "20", "--temperature", "1", "--top-k", "0", "--seed"]
     alone = []
     for seed in ("5", "6"):
@@ -110,14 +100,8 @@ def test_each_turn_of_a_conversation_has_a_seed_of_its_own(
     ],
 )
 def test_what_a_library_refuses_is_one_message(
-    folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: Capture,
-    arguments: str,
-    message: str,
-    code: int,
-) -> None:
+    folder, tmp_path, monkeypatch, capsys, arguments, message, code
+):
     monkeypatch.chdir(tmp_path)
     Path("foreign").mkdir()
     Path("foreign/config.json").write_text('{"model_type": "none_such"}')
@@ -139,7 +123,7 @@ class Tokenizer(PreTrainedTokenizerFast):
 """
 
 
-def with_code(folder: Path, copy: Path, *, in_file: str) -> Path:
+def with_code(folder, copy, *, in_file):
     """Copy a model whose config or tokenizer needs Python code that lies in the folder."""
     shutil.copytree(folder, copy)
     (copy / "spy.py").write_text(SPY)
@@ -168,9 +152,7 @@ def with_code(folder: Path, copy: Path, *, in_file: str) -> Path:
         (["evaluate", "{}", "--tasks", "text.txt", "--device", "cpu"], "config.json"),
     ],
 )
-def test_code_in_a_model_folder_is_never_run(
-    folder: Path, tmp_path: Path, emulator: Emulator, command: list[str], in_file: str
-) -> None:
+def test_code_in_a_model_folder_is_never_run(folder, tmp_path, emulator, command, in_file):
     if in_file == "tokenizer_config.json":  # transformers have a tokenizer of their own for GPT-2
         folder = saved_model("ten", tmp_path / "ten")
     source = with_code(folder, tmp_path / "spy", in_file=in_file)
@@ -197,9 +179,7 @@ def test_code_in_a_model_folder_is_never_run(
 
 
 @pytest.mark.parametrize("family", ["resonance", "ten"])
-def test_our_own_families_load_without_the_code_beside_them(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
+def test_our_own_families_load_without_the_code_beside_them(family, tmp_path, monkeypatch, capsys):
     saved = saved_model(family, tmp_path / family)
     own = with_code(saved, tmp_path / "copy", in_file="config.json")
     config = json.loads((own / "config.json").read_text())
@@ -210,9 +190,7 @@ def test_our_own_families_load_without_the_code_beside_them(
     assert not (tmp_path / "sentinel").exists()
 
 
-def test_a_step_is_picked_from_the_list(
-    sample_run: SampleRun, monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
+def test_a_step_is_picked_from_the_list(sample_run, monkeypatch, capsys):
     from refocused.commands import generate
 
     sample_run.save_readable(10)
@@ -220,7 +198,7 @@ def test_a_step_is_picked_from_the_list(
     monkeypatch.setenv("TERM", "dumb")  # without bold headings
     asked: list[str] = []
 
-    def note(request: str, arguments: Any) -> Any:
+    def note(request, arguments):
         asked.append(f"{arguments.run} {request}")
         raise KeyboardInterrupt
 

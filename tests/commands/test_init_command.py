@@ -12,25 +12,23 @@ from refocused.commands.init import validation_files
 from refocused.commands.main import run_command
 from refocused.config import shipped_files
 from refocused.config.batch_plan import plan_batch
-from refocused.config.load_run import LoadedRun, load_run
+from refocused.config.load_run import load_run
 from refocused.data.loader.open_data import build_data
 from refocused.system.world import World
 from refocused.train.lifecycle.trainer import settle
 
-Capture = pytest.CaptureFixture[str]
-
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tokens_of(Path("tokens"), 200_000, largest=250, validation=False)
 
 
-def init(*words: object) -> int:
+def init(*words):
     return run_command("init", [*map(str, words)])
 
 
-def tokens_of(folder: Path, count: int, *, largest: int, validation: bool = True) -> Path:
+def tokens_of(folder, count, *, largest, validation=True):
     """Write one shard that trains, and one that validates, with ids up to `largest`."""
     folder.mkdir()
     ids = np.random.default_rng(1).integers(0, largest + 1, count)
@@ -42,7 +40,7 @@ def tokens_of(folder: Path, count: int, *, largest: int, validation: bool = True
     return folder
 
 
-def settled(file: Path, cache: Path) -> LoadedRun:
+def settled(file, cache):
     """Load a run file and read its first batches as training does, on one rank without a GPU."""
     namespace = train.build_parser().read(["--config", str(file), f"data.cache={cache}"])
     loaded, _ = settle(
@@ -76,9 +74,7 @@ def settled(file: Path, cache: Path) -> LoadedRun:
     ("count", "largest", "gpus"),
     [(6_000, 255, 8), (300_000, 300, 1), (300_000, 70_000, 2), (3_000_000, 50_256, 8)],
 )
-def test_the_run_file_trains_whatever_the_size_and_the_ids(
-    tmp_path: Path, count: int, largest: int, gpus: int
-) -> None:
+def test_the_run_file_trains_whatever_the_size_and_the_ids(tmp_path, count, largest, gpus):
     source, out = tokens_of(tmp_path / "data", count, largest=largest), tmp_path / "mine.yaml"
     assert init(out, "--data", source, "--gpus", gpus) == 0
     loaded = settled(out, tmp_path / "cache")
@@ -93,7 +89,7 @@ def test_the_run_file_trains_whatever_the_size_and_the_ids(
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "gpt2", "words"])
-def test_prepared_data_name_their_tokenizer(tmp_path: Path, tokenizer: str) -> None:
+def test_prepared_data_name_their_tokenizer(tmp_path, tokenizer):
     texts = write_jsonl(tmp_path / "texts.jsonl", random_texts(400))
     source, out = tmp_path / "data", tmp_path / "mine.yaml"
     named = {"bytes": "bytes", "gpt2": "gpt2", "words": str(word_file(tmp_path / "words.json"))}
@@ -112,7 +108,7 @@ def test_prepared_data_name_their_tokenizer(tmp_path: Path, tokenizer: str) -> N
     assert loaded.config.cost.per_hour_usd == 20
 
 
-def test_packed_data_keep_their_length(tmp_path: Path, capsys: Capture) -> None:
+def test_packed_data_keep_their_length(tmp_path, capsys):
     texts = write_jsonl(tmp_path / "texts.jsonl", random_texts(50))
     given = [str(texts), "--out", "packed", "--tokenizer", "bytes", "--best-fit", "64"]
     assert run_command("prepare_data", ["tokenize", *given, "--workers", "1"]) == 0
@@ -121,7 +117,7 @@ def test_packed_data_keep_their_length(tmp_path: Path, capsys: Capture) -> None:
     assert "sequence_length: 64" in printed and "document_id: 256" in printed
 
 
-def test_options_are_taken_over(tmp_path: Path) -> None:
+def test_options_are_taken_over(tmp_path):
     source = tokens_of(tmp_path / "data", 200_000, largest=255, validation=False)
     out = tmp_path / "mine.yaml"
     options = ["--preset", "ten_nano", "--epochs", 1, "--step-tokens", 5000, "--gpus", 2]
@@ -136,9 +132,7 @@ def test_options_are_taken_over(tmp_path: Path) -> None:
     assert 0.001 <= config.data.validation_fraction <= 0.05
 
 
-def test_the_folder_of_the_tokenizer_s_files_stays(
-    capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_folder_of_the_tokenizer_s_files_stays(capsys, monkeypatch):
     options = "two.yaml --data tokens --tokenizer gpt2 --bpe-folder bpe --gpus 1 --gpu L4"
     assert init(*options.split()) == 1
     assert "bpe does not have them. Download the two files" in capsys.readouterr().err
@@ -153,9 +147,7 @@ def test_the_folder_of_the_tokenizer_s_files_stays(
 
 
 @pytest.mark.parametrize("name", [file.stem for file in (shipped_files() / "runs").iterdir()])
-def test_a_copy_of_a_shipped_run_file_is_the_same_run_under_its_own_name(
-    name: str, capsys: Capture
-) -> None:
+def test_a_copy_of_a_shipped_run_file_is_the_same_run_under_its_own_name(name, capsys):
     assert init("--from", name, "mine.yaml") == 0
     text = Path("mine.yaml").read_text()
     assert text == (shipped_files() / "runs" / f"{name}.yaml").read_text()
@@ -177,7 +169,5 @@ def test_a_copy_of_a_shipped_run_file_is_the_same_run_under_its_own_name(
         (["x/VALID.npy", "x/[1]_validation.npy"], ("x/VALID.npy", "x/[[]1]_validation.npy")),
     ],
 )
-def test_files_that_validate_are_known_by_their_names(
-    names: list[str], files: tuple[str, ...]
-) -> None:
+def test_files_that_validate_are_known_by_their_names(names, files):
     assert validation_files(names) == files

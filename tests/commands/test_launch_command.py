@@ -43,9 +43,7 @@ from refocused.train.lifecycle.launch_session import RankNote
         (0, {}, ["--num_gpus", "2"], "cpu"),  # so that DeepSpeed does not look for a GPU
     ],
 )
-def test_there_is_a_rank_for_each_gpu_that_may_be_used(
-    gpus: int, environment: dict[str, str], options: list[str], accelerator: str | None
-) -> None:
+def test_there_is_a_rank_for_each_gpu_that_may_be_used(gpus, environment, options, accelerator):
     command = launch.deepspeed_command(environment, gpus=gpus)
     assert command[1 : command.index("--master_port")] == options
     assert command[0] == str(Path(sys.executable).with_name("deepspeed"))
@@ -55,9 +53,7 @@ def test_there_is_a_rank_for_each_gpu_that_may_be_used(
         assert chosen.get("CUDA_VISIBLE_DEVICES") in (None, "4,5")
 
 
-def test_gpus_are_those_that_the_driver_lists(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_gpus_are_those_that_the_driver_lists(monkeypatch, capsys):
     monkeypatch.setattr(launch, "gpu_capabilities", lambda: [None] * 8)
     assert launch.usable_gpus(load_run("gpt2_124m")) == 8
 
@@ -66,7 +62,7 @@ def test_gpus_are_those_that_the_driver_lists(
         assert launch.usable_gpus(load_run("gpt2_124m")) == gpus
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
 
-    def at_fault() -> list[None]:
+    def at_fault():
         raise NoGpusError("The NVIDIA driver does not answer.", is_fault=True)
 
     monkeypatch.setattr(launch, "gpu_capabilities", at_fault)
@@ -76,9 +72,7 @@ def test_gpus_are_those_that_the_driver_lists(
     assert capsys.readouterr().err == "warning: The NVIDIA driver does not answer.\n"
 
 
-def test_more_ranks_than_gpus_that_are_visible_are_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_more_ranks_than_gpus_that_are_visible_are_refused(monkeypatch, capsys):
     monkeypatch.setattr(launch, "gpu_capabilities", lambda: [None] * 8)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     monkeypatch.setenv("RANKS", "3")
@@ -86,9 +80,7 @@ def test_more_ranks_than_gpus_that_are_visible_are_refused(
     assert capsys.readouterr().err == "error: RANKS=3, but CUDA_VISIBLE_DEVICES=4,5 has 2 GPUs.\n"
 
 
-def test_a_launch_ends_where_the_driver_hangs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_launch_ends_where_the_driver_hangs(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(gpu_reader, "QUERY", ["sleep", "600"])
     monkeypatch.setattr(gpu_reader, "LIMIT_SECONDS", 0.5)
     file = tmp_path / "tiny.yaml"
@@ -109,9 +101,9 @@ def test_a_launch_ends_where_the_driver_hangs(
 @pytest.mark.parametrize("key", ["data.source", "checkpoint.mirror"])
 @pytest.mark.parametrize("url", ["gs://b42/x", "s3://b42/x"])
 def test_only_a_name_that_does_not_exist_refuses_a_bucket(
-    tmp_path: Path, monkeypatch: Any, key: str, url: str, answer: OSError | None, refused: bool
-) -> None:
-    def look_up(host: str, port: object) -> list[object]:
+    tmp_path, monkeypatch, key, url, answer, refused
+):
+    def look_up(host, port):
         assert host == "store.example"
         if answer is not None:
             raise answer
@@ -137,9 +129,7 @@ def test_only_a_name_that_does_not_exist_refuses_a_bucket(
     assert not place_problems(load_run("tiny.yaml", [f"{key}={url}"]))
 
 
-def test_a_tracker_without_its_package_is_refused_before_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_tracker_without_its_package_is_refused_before_training(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not installed
     Path("tiny.yaml").write_text(TINY_RUN)
@@ -150,10 +140,10 @@ def test_a_tracker_without_its_package_is_refused_before_training(
     assert capsys.readouterr().err == f"error: tracking.wandb: needs wandb. Install it: {told}"
 
 
-def test_a_dns_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dns_that_does_not_answer_is_not_waited_for(monkeypatch):
     asked, over = threading.Event(), threading.Event()
 
-    def look_up(host: str, port: object) -> list[object]:
+    def look_up(host, port):
         asked.set()
         over.wait(60)
         raise socket.gaierror(socket.EAI_NONAME, "too late")
@@ -165,7 +155,7 @@ def test_a_dns_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.Monkey
     over.set()
 
 
-def test_help_shows_both_commands_and_needs_no_torch() -> None:
+def test_help_shows_both_commands_and_needs_no_torch():
     program = "import sys; from refocused.commands.launch import main; main(['--help']);"
     program += "print('torch' in sys.modules)"
     command = [sys.executable, "-c", program]
@@ -175,9 +165,7 @@ def test_help_shows_both_commands_and_needs_no_torch() -> None:
         assert option in shown
 
 
-def test_a_summary_is_written_once_and_its_failure_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_summary_is_written_once_and_its_failure_is_one_line(tmp_path, monkeypatch):
     tool = tmp_path / "python"
     tool.write_text("#!/bin/sh\necho one >&2\necho 'No room.' >&2\nexit 1\n")
     tool.chmod(0o755)
@@ -190,7 +178,7 @@ def test_a_summary_is_written_once_and_its_failure_is_one_line(
     assert launch.summarize(tmp_path) == ""
 
 
-def test_the_way_on_keeps_what_chose_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_way_on_keeps_what_chose_the_gpus(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     monkeypatch.setenv("RANKS", "2")
     typed = ["--spot", "--config", "demo", "--resume", "none"]
@@ -200,9 +188,7 @@ def test_the_way_on_keeps_what_chose_the_gpus(monkeypatch: pytest.MonkeyPatch) -
     )
 
 
-def test_settings_are_explained_once_and_without_ranks(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_settings_are_explained_once_and_without_ranks(monkeypatch, capsys):
     monkeypatch.setattr(launch, "deepspeed_command", None)  # calling it would fail
     assert launch.main(["--settings", "optimizer.lr"]) == 0
     assert capsys.readouterr().out.count("optimizer.lr ") == 1
@@ -218,9 +204,7 @@ def test_settings_are_explained_once_and_without_ranks(
         ([None, None], None, "Ranks 0, 1 were killed by SIGKILL", True),
     ],
 )
-def test_a_run_that_hung_has_its_own_exit_code_and_is_restarted(
-    codes: list[int | None], hang: str | None, text: str, restarts: bool
-) -> None:
+def test_a_run_that_hung_has_its_own_exit_code_and_is_restarted(codes, hang, text, restarts):
     notes = [
         RankNote(rank=rank, process=this_process(), training=True, exit_code=code)
         for rank, code in enumerate(codes)
@@ -246,16 +230,12 @@ def test_a_run_that_hung_has_its_own_exit_code_and_is_restarted(
         ((100.0,), {"rank_ended": 120.0}, 120.0 + LAST_RANKS_SECONDS),
     ],
 )
-def test_the_grace_ends_with_what_was_seen(
-    signals: tuple[float, ...], facts: dict[str, float], ends: float
-) -> None:
+def test_the_grace_ends_with_what_was_seen(signals, facts, ends):
     assert deadline(signals, grace_seconds=300.0, **facts) == ends
 
 
 @pytest.mark.parametrize(("pause", "counted"), [(0.29, 1), (0.31, 2)])
-def test_the_two_signals_of_a_closing_terminal_count_as_one(
-    pause: float, counted: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_two_signals_of_a_closing_terminal_count_as_one(pause, counted, monkeypatch):
     times = iter([100.0, 100.0 + pause])
     monkeypatch.setattr(time, "monotonic", lambda: next(times))
     signals = StopSignals()
@@ -264,7 +244,7 @@ def test_the_two_signals_of_a_closing_terminal_count_as_one(
     assert (len(signals.times), signals.times[0]) == (counted, 100.0)
 
 
-def note(rank: int, exit_code: int | None = None, **facts: Any) -> RankNote:
+def note(rank, exit_code=None, **facts):
     process = ProcessIdentity(pid=1, started=1)
     told = {"run": "r", "training": True} | facts
     return RankNote(rank=rank, process=process, exit_code=exit_code, **told)
@@ -300,9 +280,7 @@ for code in (0, 2, 4, 5, 130):  # what rank 0 ended with is the truth
 
 
 @pytest.mark.parametrize(("notes", "facts", "code", "crashed", "text"), CASES)
-def test_the_end_of_a_launch(
-    notes: list[RankNote], facts: dict[str, Any], code: int, crashed: bool, text: str
-) -> None:
+def test_the_end_of_a_launch(notes, facts, code, crashed, text):
     verdict = judge(
         notes, **{"launcher_code": 1, "signals": 0, "killed": False, "hang": None, **facts}
     )

@@ -7,18 +7,17 @@ import time
 from pathlib import Path
 
 import pytest
-from monitor.watched_run import GPU, WatchedRun, new_run
+from monitor.watched_run import GPU, new_run
 from ranks import until
 
 from refocused.commands import monitor
 from refocused.system.processes import liveness_of, this_process
 
 SCRIPT = Path(__file__).resolve().parents[2] / "launch" / "monitor.py"
-Capture = pytest.CaptureFixture[str]
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WatchedRun:
+def run(tmp_path, monkeypatch):
     """The run `one` below runs/ of the current folder, which this process trains."""
     monkeypatch.chdir(tmp_path)
     run = new_run(tmp_path / "runs")
@@ -36,13 +35,11 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WatchedRun:
         ({"pid": "x", "pid_started": 1}, None),
     ],
 )
-def test_the_process_of_a_state_is_looked_for(
-    state: dict[str, object], expected: str | None
-) -> None:
+def test_the_process_of_a_state_is_looked_for(state, expected):
     assert liveness_of(state) == expected
 
 
-def test_no_form_of_it_imports_torch_nor_writes(run: WatchedRun) -> None:
+def test_no_form_of_it_imports_torch_nor_writes(run):
     before = {path: path.stat().st_mtime_ns for path in run.folder.rglob("*")}
     program = (
         "import sys; from refocused.commands.main import run_command;"
@@ -60,9 +57,7 @@ def test_no_form_of_it_imports_torch_nor_writes(run: WatchedRun) -> None:
     ("locale", "found"),
     [({}, b"caf?"), ({"LC_ALL": "C"}, b"caf?"), ({"LC_ALL": "C.UTF-8"}, "caf\u00e9".encode())],
 )
-def test_a_locale_without_utf8_gets_ascii(
-    run: WatchedRun, locale: dict[str, str], found: bytes
-) -> None:
+def test_a_locale_without_utf8_gets_ascii(run, locale, found):
     run.line("events", time.time(), {"kind": "note", "text": "caf\u00e9"})
     bare = {name: os.environ[name] for name in os.environ if not name.startswith(("LC_", "LANG"))}
     command = [sys.executable, str(SCRIPT), "--once", "one"]
@@ -82,14 +77,12 @@ def test_a_locale_without_utf8_gets_ascii(
         ("ISO-8859-1", {"LANG": "de_DE"}, False),
     ],
 )
-def test_what_python_sets_for_itself_says_nothing_of_the_terminal(
-    encoding: str, environment: dict[str, str], expected: bool
-) -> None:
+def test_what_python_sets_for_itself_says_nothing_of_the_terminal(encoding, environment, expected):
     assert monitor.has_utf8_terminal(encoding, environment) is expected
 
 
 @pytest.mark.slow
-def test_collect_samples_a_machine_until_it_is_interrupted(tmp_path: Path) -> None:
+def test_collect_samples_a_machine_until_it_is_interrupted(tmp_path):
     command = [sys.executable, str(SCRIPT), "--collect", "mine", "--interval", "0.1"]
     samples = tmp_path / "runs" / "mine" / "logs" / "gpu_metrics.jsonl"
     with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as collecting:

@@ -5,7 +5,6 @@ import select
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,7 @@ needs_screen = pytest.mark.skipif(SCREEN is None, reason="screen is not installe
 
 
 @pytest.fixture
-def sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def sockets(tmp_path, monkeypatch):
     """A place of its own for sessions, all of which end with the test."""
     folder = tmp_path / "sockets"
     folder.mkdir(mode=0o700)
@@ -30,14 +29,14 @@ def sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         subprocess.run(["screen", "-S", session.name, "-X", "quit"], check=False)
 
 
-def install(folder: Path, script: str) -> None:
+def install(folder, script):
     """Put a stand-in for screen into a folder."""
     tool = folder / "screen"
     tool.write_text(f"#!/bin/sh\n{script}\n")
     tool.chmod(0o755)
 
 
-def attached_to(name: str, *, until: Callable[[str], bool]) -> str:
+def attached_to(name, *, until):
     """Open a session as a person's terminal does, and return what comes until that is enough."""
     process, terminal = pty.fork()
     if process == 0:
@@ -51,11 +50,11 @@ def attached_to(name: str, *, until: Callable[[str], bool]) -> str:
     return received.decode(errors="ignore")
 
 
-def has_curve(text: str) -> bool:
+def has_curve(text):
     return any(0x2800 < ord(sign) < 0x2900 for sign in text)
 
 
-def seen_in(name: str, file: Path, *, size: tuple[int, int]) -> list[str]:
+def seen_in(name, file, *, size):
     """Return the characters that a session shows, in a sequence of so many."""
     width, height = size
     file.unlink(missing_ok=True)
@@ -67,16 +66,14 @@ def seen_in(name: str, file: Path, *, size: tuple[int, int]) -> list[str]:
 
 @needs_screen
 @pytest.mark.slow
-def test_a_session_shows_the_run_from_before_its_beginning_to_its_end(
-    tmp_path: Path, sockets: Path
-) -> None:
+def test_a_session_shows_the_run_from_before_its_beginning_to_its_end(tmp_path, sockets):
     folder, copy = tmp_path / "runs" / "one", tmp_path / "copy"
     name = session_name(folder)
     assert f"screen -U -r {name} shows {folder}" in open_in_screen(folder)
     assert "already open" in open_in_screen(folder)
     assert len(list(sockets.iterdir())) == 1
 
-    def wait_for(words: str) -> list[str]:
+    def wait_for(words):
         for _ in range(100):
             lines = seen_in(name, copy, size=(80, 24))
             if any(words in line for line in lines):
@@ -108,9 +105,7 @@ def test_a_session_shows_the_run_from_before_its_beginning_to_its_end(
         ("exit 3", "screen failed (exit 3)"),
     ],
 )
-def test_a_screen_that_does_not_open_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stand_in: str | None, told: str
-) -> None:
+def test_a_screen_that_does_not_open_is_one_line(tmp_path, monkeypatch, stand_in, told):
     if stand_in is not None:
         install(tmp_path, stand_in)
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -118,9 +113,7 @@ def test_a_screen_that_does_not_open_is_one_line(
     assert told in said and "Training continues" in said and "\n" not in said
 
 
-def test_screen_is_told_to_speak_utf8_and_what_to_watch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_screen_is_told_to_speak_utf8_and_what_to_watch(tmp_path, monkeypatch):
     monkeypatch.setenv("LC_ALL", "C")
     install(tmp_path, f'echo "$LC_ALL" "$@" >> {tmp_path}/said')
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}/usr/bin{os.pathsep}/bin")
@@ -132,7 +125,7 @@ def test_screen_is_told_to_speak_utf8_and_what_to_watch(
     assert opened.endswith(f"--wait {run.absolute()}")
 
 
-def test_every_run_has_a_session_of_its_own(tmp_path: Path) -> None:
+def test_every_run_has_a_session_of_its_own(tmp_path):
     assert re.fullmatch(r"monitor-gpt2-1b_v2-[0-9a-f]{6}", session_name(Path("runs/gpt2-1b.v2")))
     assert len(session_name(Path("x" * 200))) < 64
     here, there = tmp_path / "here" / "runs" / "one", tmp_path / "there" / "runs" / "one"

@@ -18,7 +18,7 @@ from refocused.prepare.texts.text_documents import TextReading, sampled_texts
 
 
 @pytest.fixture(autouse=True)
-def prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def prepared(tmp_path, monkeypatch):
     """Prepared byte tokens in ten shards, below the current folder."""
     monkeypatch.chdir(tmp_path)
     write_jsonl(Path("texts.jsonl"), random_texts(50))
@@ -26,12 +26,12 @@ def prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return Path("prepared")
 
 
-def run(command: str) -> None:
+def run(command):
     assert run_command("prepare_data", command.split()) == 0
 
 
-def test_printed_settings_are_those_of_a_run_file(capsys: pytest.CaptureFixture[str]) -> None:
-    def settings(command: str) -> dict[str, Any]:
+def test_printed_settings_are_those_of_a_run_file(capsys):
+    def settings(command):
         run(command)
         printed = capsys.readouterr().out
         parsed: dict[str, Any] = parse_yaml(printed[printed.index("data:") :])
@@ -47,8 +47,8 @@ def test_printed_settings_are_those_of_a_run_file(capsys: pytest.CaptureFixture[
     assert (data.validation_files, data.validation_fraction) == ((), 0.001)
 
 
-def test_manifest_update_adds_new_files_and_says_what_follows(prepared: Path) -> None:
-    def manifest() -> Any:
+def test_manifest_update_adds_new_files_and_says_what_follows(prepared):
+    def manifest():
         return json.loads((prepared / "manifest.json").read_text())
 
     before = manifest()
@@ -66,7 +66,7 @@ def test_manifest_update_adds_new_files_and_says_what_follows(prepared: Path) ->
     run("verify prepared --deep")
 
 
-def test_converted_and_copied_sets_hold_the_same_tokens(prepared: Path) -> None:
+def test_converted_and_copied_sets_hold_the_same_tokens(prepared):
     run("convert prepared --out converted --shard-tokens 2000 --tokenizer bytes")
     run("verify converted --deep")
     packed = [np.load(path) for path in sorted(Path("converted").glob("*.npy"))]
@@ -77,13 +77,13 @@ def test_converted_and_copied_sets_hold_the_same_tokens(prepared: Path) -> None:
     assert len(list(Path("few").glob("*.npy"))) == 2
 
 
-def test_a_sample_is_taken_from_every_part(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sample_is_taken_from_every_part(monkeypatch):
     monkeypatch.setattr(text_inputs, "TASK_BYTES", 1000)
     texts = [f"{number:03} {'x' * 96}" for number in range(100)]
     write_jsonl(Path("sampled/1.jsonl"), texts)
     tasks = text_inputs.plan_tasks(text_inputs.find_inputs(["sampled"]))
 
-    def sample(most_bytes: int) -> tuple[list[str], list[str]]:
+    def sample(most_bytes):
         held: list[str] = []
         given = {"held_out": held, "progress": lambda done, total: None}
         return list(sampled_texts(tasks, TextReading(), most_bytes=most_bytes, **given)), held
@@ -97,7 +97,7 @@ def test_a_sample_is_taken_from_every_part(monkeypatch: pytest.MonkeyPatch) -> N
     assert {text[1] for text in some} == set("0123456789")
 
 
-def test_every_verb_that_a_message_names_is_there() -> None:
+def test_every_verb_that_a_message_names_is_there():
     named = {
         verb
         for path in (ROOT / "refocused").rglob("*.py")

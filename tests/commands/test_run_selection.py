@@ -4,9 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from commands.run_samples import SampleRun
 from evaluate.small_models import small_model
-from fakes import Emulator
 
 from refocused.bucket.open_bucket import open_bucket
 from refocused.checkpoints.step.staging import remove_checkpoint
@@ -19,9 +17,7 @@ pytestmark = pytest.mark.bucket
 OPTIONS = RunChoice()
 
 
-def test_a_step_is_fetched_by_its_address_unless_another_has_its_name(
-    sample_run: SampleRun, emulator: Emulator
-) -> None:
+def test_a_step_is_fetched_by_its_address_unless_another_has_its_name(sample_run, emulator):
     step = sample_run.save_readable(10, validation_loss=1.0)
     bucket = f"{emulator.url}/mirror"
     assert sample_run.command_json("upload", "10", "--bucket", bucket)["uploaded"] == [10]
@@ -43,9 +39,7 @@ def test_a_step_is_fetched_by_its_address_unless_another_has_its_name(
     assert (mine.path / "trainer.json").read_bytes() == before
 
 
-def test_a_run_that_is_only_in_a_bucket_gets_the_folder_that_is_named(
-    sample_run: SampleRun, tmp_path: Path
-) -> None:
+def test_a_run_that_is_only_in_a_bucket_gets_the_folder_that_is_named(sample_run, tmp_path):
     sample_run.mirror(sample_run.save_readable(10), keep=False)
     for run, folder in (("one", Path("runs/one")), ("elsewhere/one", Path("elsewhere/one"))):
         found = sample_run.command_json(
@@ -55,9 +49,7 @@ def test_a_run_that_is_only_in_a_bucket_gets_the_folder_that_is_named(
 
 
 @pytest.mark.parametrize("lost", ["COMMITTED", "model.json"])
-def test_a_half_uploaded_step_is_neither_measured_nor_asked(
-    sample_run: SampleRun, emulator: Emulator, lost: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_half_uploaded_step_is_neither_measured_nor_asked(sample_run, emulator, lost, capsys):
     step = sample_run.save_readable(10)
     bucket = f"{emulator.url}/mirror"
     sample_run.command("upload", "10", "--bucket", bucket)
@@ -78,12 +70,7 @@ def test_a_half_uploaded_step_is_neither_measured_nor_asked(
     assert not step.path.exists()
 
 
-def test_an_export_in_a_bucket_is_measured_and_asked(
-    tmp_path: Path,
-    emulator: Emulator,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_an_export_in_a_bucket_is_measured_and_asked(tmp_path, emulator, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     model = small_model()
     model.network.save_pretrained("model")

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -48,7 +47,7 @@ sys.exit(launches.until_the_end(restarts=int(sys.argv[4])))
 class Tree:
     """The supervisor's process and what it started."""
 
-    def __init__(self, folder: Path, scenario: str, *values: object) -> None:
+    def __init__(self, folder, scenario, *values):
         self.folder = folder
         self.log = folder / "said"
         (folder / "tmp").mkdir()
@@ -62,10 +61,10 @@ class Tree:
                 start_new_session=True,
             )
 
-    def wait_for(self, *names: str) -> None:
+    def wait_for(self, *names):
         until(lambda: all((self.folder / RUN / name).exists() for name in names), said=self.said)
 
-    def pid(self, who: str) -> int:
+    def pid(self, who):
         if who == "supervisor":
             return self.process.pid
         if who.startswith("rank"):
@@ -73,7 +72,7 @@ class Tree:
         (pid,) = (pid for pid, words in self.members().items() if who in words)
         return pid
 
-    def members(self) -> dict[int, list[str]]:
+    def members(self):
         """Everything that runs for this test, by its environment."""
         found = {}
         for path in Path("/proc").glob("[0-9]*"):
@@ -84,26 +83,19 @@ class Tree:
                         found[int(path.name)] = words
         return found
 
-    def end(self) -> int:
+    def end(self):
         """Wait for the command; nothing of it may be left."""
         code = self.process.wait(60)
         assert self.members() == {}, self.said()
         assert not list((self.folder / "tmp").iterdir())
         return code
 
-    def said(self) -> str:
+    def said(self):
         return self.log.read_text()
 
 
 @contextlib.contextmanager
-def tree(
-    folder: Path,
-    scenario: str,
-    *settings: str,
-    grace: float = 20,
-    restarts: int = 0,
-    pause: float = 0,
-) -> Iterator[Tree]:
+def tree(folder, scenario, *settings, grace=20, restarts=0, pause=0):
     started = Tree(folder, scenario, grace, restarts, pause, *settings)
     try:
         yield started
@@ -125,9 +117,7 @@ def tree(
     ],
     ids=lambda value: value.name if isinstance(value, signal.Signals) else value,
 )
-def test_whoever_is_signalled_the_ranks_save_and_nothing_is_left(
-    tmp_path: Path, who: str, number: signal.Signals
-) -> None:
+def test_whoever_is_signalled_the_ranks_save_and_nothing_is_left(tmp_path, who, number):
     with tree(tmp_path, "trains") as started:
         started.wait_for("training-0", "training-1")
         os.kill(started.pid(who), number)
@@ -135,7 +125,7 @@ def test_whoever_is_signalled_the_ranks_save_and_nothing_is_left(
     assert started.said().count("stopping after this step and saving; 20 s") <= 1
 
 
-def test_ranks_outlive_their_killed_supervisor_only_to_save(tmp_path: Path) -> None:
+def test_ranks_outlive_their_killed_supervisor_only_to_save(tmp_path):
     with tree(tmp_path, "trains") as started:
         started.wait_for("training-0", "training-1")
         os.kill(started.pid("supervisor"), signal.SIGKILL)
@@ -143,7 +133,7 @@ def test_ranks_outlive_their_killed_supervisor_only_to_save(tmp_path: Path) -> N
         assert not list((tmp_path / "tmp").iterdir())
 
 
-def test_removed_temporary_files_cost_no_work(tmp_path: Path) -> None:
+def test_removed_temporary_files_cost_no_work(tmp_path):
     with tree(tmp_path, "trains") as started:
         started.wait_for("training-0", "training-1")
         for left in (tmp_path / "tmp").iterdir():  # by a cleaner of old files, or another launch
@@ -154,7 +144,7 @@ def test_removed_temporary_files_cost_no_work(tmp_path: Path) -> None:
     assert "nothing was changed" not in started.said()
 
 
-def test_before_anything_is_open_a_signal_ends_it_at_once(tmp_path: Path) -> None:
+def test_before_anything_is_open_a_signal_ends_it_at_once(tmp_path):
     with tree(tmp_path, "imports", grace=600) as started:
         started.wait_for("pid-0", "pid-1")
         os.kill(started.process.pid, signal.SIGINT)
@@ -162,7 +152,7 @@ def test_before_anything_is_open_a_signal_ends_it_at_once(tmp_path: Path) -> Non
     assert "Stopped before training began; nothing was changed." in started.said()
 
 
-def test_a_stop_before_anything_is_open_ends_it_at_once(tmp_path: Path) -> None:
+def test_a_stop_before_anything_is_open_ends_it_at_once(tmp_path):
     with tree(tmp_path, "imports", grace=600) as started:
         started.wait_for("pid-0", "pid-1")
         (tmp_path / RUN / "STOP").touch()
@@ -170,7 +160,7 @@ def test_a_stop_before_anything_is_open_ends_it_at_once(tmp_path: Path) -> None:
     assert "Stopped before training began; nothing was changed." in started.said()
 
 
-def test_a_rank_that_does_not_end_is_killed_when_the_grace_is_over(tmp_path: Path) -> None:
+def test_a_rank_that_does_not_end_is_killed_when_the_grace_is_over(tmp_path):
     with tree(tmp_path, "hangs", grace=1) as started:
         started.wait_for("training-0", "training-1")
         os.kill(started.process.pid, signal.SIGTERM)
@@ -180,7 +170,7 @@ def test_a_rank_that_does_not_end_is_killed_when_the_grace_is_over(tmp_path: Pat
     assert "killing the remaining processes (ranks 1)" in started.said()
 
 
-def test_a_second_and_a_third_signal_shorten_the_grace(tmp_path: Path) -> None:
+def test_a_second_and_a_third_signal_shorten_the_grace(tmp_path):
     with tree(tmp_path, "hangs", grace=600) as started:
         started.wait_for("training-0", "training-1")
         for _ in range(3):
@@ -190,7 +180,7 @@ def test_a_second_and_a_third_signal_shorten_the_grace(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_rank_is_named_with_its_signal_and_the_way_on(tmp_path: Path, victim: int) -> None:
+def test_a_killed_rank_is_named_with_its_signal_and_the_way_on(tmp_path, victim):
     with tree(tmp_path, "trains") as started:
         started.wait_for("training-0", "training-1")
         (tmp_path / RUN / "checkpoints" / "checkpoint_step_8000").mkdir(parents=True)
@@ -209,8 +199,8 @@ def test_a_killed_rank_is_named_with_its_signal_and_the_way_on(tmp_path: Path, v
     [("gains", 1, 2, 0), ("dies", 1, 1, 1), ("dies", 0, 0, 1), ("works", 1, 0, 5)],
 )
 def test_a_crash_starts_again_as_long_as_steps_are_gained(
-    tmp_path: Path, scenario: str, restarts: int, starts_again: int, code: int
-) -> None:
+    tmp_path, scenario, restarts, starts_again, code
+):
     with tree(tmp_path, scenario, restarts=restarts) as started:
         assert started.end() == code, started.said()
     assert started.said().count("Restarting from step") == starts_again
@@ -218,7 +208,7 @@ def test_a_crash_starts_again_as_long_as_steps_are_gained(
     assert (same in started.said()) == (scenario == "dies")
 
 
-def test_a_restart_repeats_all_that_was_given_but_the_resume(tmp_path: Path) -> None:
+def test_a_restart_repeats_all_that_was_given_but_the_resume(tmp_path):
     settings = ["log.on_alarm=http://h/services/KEY", "evaluation.sample_prompt=see https://a.b/c"]
     with tree(tmp_path, "gains", *settings, restarts=1) as started:
         assert started.end() == 0, started.said()
@@ -227,9 +217,7 @@ def test_a_restart_repeats_all_that_was_given_but_the_resume(tmp_path: Path) -> 
     assert later == [["--config", "demo", *settings]] * 2
 
 
-def test_the_pause_before_a_restart_doubles_until_a_launch_gains_a_checkpoint(
-    tmp_path: Path,
-) -> None:
+def test_the_pause_before_a_restart_doubles_until_a_launch_gains_a_checkpoint(tmp_path):
     assert [restart_pause(number) for number in (0, 1, 2, 3, 50)] == [0, 3, 6, 12, 300]
     with tree(tmp_path, "dies", restarts=9, pause=200) as started:
         pause = "Restarting from step 0 in 3.3 min (--restarts 9).\n"
@@ -243,8 +231,8 @@ def test_the_pause_before_a_restart_doubles_until_a_launch_gains_a_checkpoint(
     assert not (tmp_path / RUN / "state.json").exists()  # as before the start
 
 
-def test_alarms_of_this_launch_reach_the_screen(tmp_path: Path) -> None:
-    def event(text: str, **facts: object) -> str:
+def test_alarms_of_this_launch_reach_the_screen(tmp_path):
+    def event(text, **facts):
         alarm = {"kind": "alarm", "alarm": "heat", "raised": True, "text": text}
         return json.dumps({**alarm, **facts}) + "\n"
 

@@ -2,9 +2,7 @@ import logging
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from commands.run_samples import TINY_RUN
@@ -17,24 +15,16 @@ from refocused.config.load_run import load_run
 from refocused.config.yaml_source import parse_yaml
 from refocused.metrics.meter import Meter
 from refocused.system import logs
-from refocused.system.errors import (
-    BucketError,
-    ConfigError,
-    ExitCode,
-    RefocusedError,
-    TrainingError,
-)
+from refocused.system.errors import BucketError, ConfigError, ExitCode, TrainingError
 from refocused.system.progress import Progress
 from refocused.system.world import World
 from refocused.train.lifecycle import session as session_module
 from refocused.train.lifecycle.launch_session import Presence, Signals
 from refocused.train.lifecycle.session import Ancestors, Session
 
-Capture = pytest.CaptureFixture[str]
-
 
 @pytest.fixture(autouse=True)
-def naps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+def naps(tmp_path, monkeypatch):
     """The pauses that a silent rank makes, without their time, beside the run file tiny.yaml."""
     taken: list[float] = []
     monkeypatch.setattr(arguments.time, "sleep", taken.append)
@@ -58,9 +48,7 @@ def naps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[float]:
         ),
     ],
 )
-def test_options_and_settings_stand_anywhere_and_change_the_run(
-    typed: str, expected: dict[str, Any]
-) -> None:
+def test_options_and_settings_stand_anywhere_and_change_the_run(typed, expected):
     settings = train.load(train.read_arguments(["--config", "tiny.yaml", *typed.split()])).config
     for name, value in expected.items():
         section, _, key = name.partition(".")
@@ -77,18 +65,14 @@ def test_options_and_settings_stand_anywhere_and_change_the_run(
         ("--resume gs://bucket/a=b/checkpoint_step_5", "gs://bucket/a=b/checkpoint_step_5", []),
     ],
 )
-def test_a_resume_is_understood_as_other_trainers_spell_it(
-    typed: str, resume: str, overrides: list[str]
-) -> None:
+def test_a_resume_is_understood_as_other_trainers_spell_it(typed, resume, overrides):
     found = train.read_arguments([*typed.split(), "--gcs_credentials=a_b.json"])
     assert (found.resume, found.overrides, found.config) == (resume, overrides, "demo")
     assert str(found.gcs_credentials) == "a_b.json"  # values keep their underscores
 
 
 @pytest.mark.parametrize("typed", ["--learning-rate 3", "lr=3"])
-def test_wrong_use_is_reported_by_rank_0(
-    typed: str, monkeypatch: pytest.MonkeyPatch, capsys: Capture, naps: list[float]
-) -> None:
+def test_wrong_use_is_reported_by_rank_0(typed, monkeypatch, capsys, naps):
     for rank in "01":
         monkeypatch.setenv("RANK", rank)
         monkeypatch.setenv("LOCAL_RANK", rank)
@@ -101,9 +85,7 @@ def test_wrong_use_is_reported_by_rank_0(
     assert naps == [arguments.SILENT_RANK_SECONDS]
 
 
-def test_printed_settings_load_back_and_need_no_torch(
-    monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
+def test_printed_settings_load_back_and_need_no_torch(monkeypatch, capsys):
     settings = ["optimizer.lr=1e-4", "precision.dtype=bf16"]
     code = (
         "import sys; from refocused.commands.train import main; "
@@ -132,14 +114,7 @@ def test_printed_settings_load_back_and_need_no_torch(
         (2, 0, ConfigError("wrong"), "error: rank 2: wrong\n"),  # another machine, with other files
     ],
 )
-def test_an_error_is_said_by_whom_it_concerns(
-    rank: int,
-    local_rank: int,
-    error: RefocusedError,
-    told: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: Capture,
-) -> None:
+def test_an_error_is_said_by_whom_it_concerns(rank, local_rank, error, told, monkeypatch, capsys):
     monkeypatch.setenv("RANK", str(rank))
     monkeypatch.setenv("LOCAL_RANK", str(local_rank))
     code = arguments.report(error)
@@ -148,7 +123,7 @@ def test_an_error_is_said_by_whom_it_concerns(
 
 
 @pytest.mark.parametrize("command", ["train --config tiny.yaml", "evaluate gpt2_tiny"])
-def test_torch_is_imported_with_its_settings(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_is_imported_with_its_settings(command, monkeypatch):
     Path("torch.py").write_text("import os; raise ImportError(os.environ['PYTORCH_ALLOC_CONF'])")
     monkeypatch.setenv("PYTHONPATH", f"{Path.cwd()}:{ROOT}")
     typed = [sys.executable, "-m", "refocused", *command.split()]
@@ -158,7 +133,7 @@ def test_torch_is_imported_with_its_settings(command: str, monkeypatch: pytest.M
 
 
 @pytest.fixture
-def quiet_logger() -> Iterator[None]:
+def quiet_logger():
     logger = logging.getLogger("refocused")
     before = (logger.handlers[:], logger.propagate)
     yield
@@ -182,14 +157,9 @@ def quiet_logger() -> Iterator[None]:
     ],
 )
 def test_every_end_has_its_code_and_its_words(
-    ending: ExitCode | BaseException,
-    code: int,
-    told: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: Capture,
-    quiet_logger: None,
-) -> None:
-    def run(*_: object) -> ExitCode:
+    ending, code, told, monkeypatch, capsys, quiet_logger
+):
+    def run(*_):
         if isinstance(ending, BaseException):
             raise ending
         return ending
@@ -215,14 +185,9 @@ def test_every_end_has_its_code_and_its_words(
     ],
 )
 def test_an_unexpected_error_is_shown_with_its_frames(
-    failing: str,
-    has_file: bool,
-    rank: int,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: Capture,
-    quiet_logger: None,
-) -> None:
-    def deep(levels: int) -> None:
+    failing, has_file, rank, monkeypatch, capsys, quiet_logger
+):
+    def deep(levels):
         if levels:
             deep(levels - 1)
         try:
@@ -249,14 +214,14 @@ def test_an_unexpected_error_is_shown_with_its_frames(
 
 
 def test_an_unexpected_error_in_a_thread_is_shown_and_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture, quiet_logger: None
-) -> None:
+    tmp_path, monkeypatch, capsys, quiet_logger
+):
     """By `main`, whose session is not begun here, and whose end would end this process."""
 
-    def fail() -> None:
+    def fail():
         raise OSError(28, "No space left on device")
 
-    def train_as_rank(*_: object) -> int:
+    def train_as_rank(*_):
         logs.start_screen(0)
         logs.start_files(tmp_path, 0)
         for thread in [threading.Thread(target=fail)]:
@@ -281,7 +246,7 @@ TRAIN = f"{ROOT}/launch/train.py --config demo"
 @pytest.mark.parametrize(
     "resume", ["--resume=none", "--res best", "--resume", "--resume_from_checkpoint runs/a/x", ""]
 )
-def test_the_command_to_go_on_does_not_go_back_again(resume: str) -> None:
+def test_the_command_to_go_on_does_not_go_back_again(resume):
     secret = "log.on_alarm=https://hooks.example/SECRET"  # the command is logged
     typed = [*TYPED, *resume.split(), "--run", "a b", "run.steps=9", secret]
     found = train.resume_command(typed, ranks=2, ranks_here=2)
@@ -289,9 +254,7 @@ def test_the_command_to_go_on_does_not_go_back_again(resume: str) -> None:
     assert found == f"deepspeed --num_gpus 2 {TRAIN} --run 'a b' {shown}"
 
 
-def test_the_command_to_go_on_works_in_the_folder_where_it_is_printed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_command_to_go_on_works_in_the_folder_where_it_is_printed(monkeypatch):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(train.shutil, "which", lambda _: None)  # `.venv` is not activated
     monkeypatch.setattr(sys, "executable", f"{ROOT}/.venv/bin/python")
@@ -301,7 +264,7 @@ def test_the_command_to_go_on_works_in_the_folder_where_it_is_printed(
 
 
 @pytest.mark.parametrize("run", ["", "--run a", "--run=a"])
-def test_the_command_to_go_on_names_a_run_that_was_started_beside_another(run: str) -> None:
+def test_the_command_to_go_on_names_a_run_that_was_started_beside_another(run):
     typed = [*TYPED, *run.split(), "--resume", "40", "--as", "b", "run.steps=60"]
     found = train.resume_command(typed, ranks=1, ranks_here=1)
     assert found == f"{TRAIN} --run b run.steps=60"
@@ -326,10 +289,8 @@ def test_the_command_to_go_on_names_a_run_that_was_started_beside_another(run: s
         ),
     ],
 )
-def test_the_command_to_go_on_is_what_was_typed_where_that_can_be_seen(
-    ranks: int, runner: str, expected: str
-) -> None:
-    def command(environment: dict[str, str]) -> str:
+def test_the_command_to_go_on_is_what_was_typed_where_that_can_be_seen(ranks, runner, expected):
+    def command(environment):
         options = {"runner": runner.split(), "environment": environment}
         return train.resume_command(TYPED, ranks=ranks, ranks_here=min(ranks, 8), **options)
 

@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands.scenes import SCENES, Scene
+from commands.scenes import SCENES
 from monitor.watched_run import NOW
 from ranks import ROOT
 
@@ -45,7 +45,7 @@ TIMES = {
 COMPUTED = ("estimate_cost", "init", "monitor")  # what they print was measured by no clock
 
 
-def normalized(text: str, folder: Path, verb: str) -> str:
+def normalized(text, folder, verb):
     """Replace what depends on the time, the folder and the machine."""
     text = text.replace(str(folder), "/scene")
     for pattern, replacement in (REPLACED if verb in COMPUTED else REPLACED | TIMES).items():
@@ -53,7 +53,7 @@ def normalized(text: str, folder: Path, verb: str) -> str:
     return "\n".join(line.rstrip() for line in text.splitlines()).rstrip("\n")
 
 
-def run(command: str, scene: Scene, capsys: pytest.CaptureFixture[str]) -> str:
+def run(command, scene, capsys):
     """Run a command as its process would; return what it prints and its exit code, if not 0."""
     words = shlex.split(command)
     with pytest.MonkeyPatch.context() as patch:
@@ -78,9 +78,7 @@ def run(command: str, scene: Scene, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 @pytest.mark.parametrize("file", sorted(TRANSCRIPTS.glob("*.txt")), ids=lambda file: file.stem)
-def test_a_verb_prints_what_its_transcript_shows(
-    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_verb_prints_what_its_transcript_shows(file, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setattr("time.time", lambda: NOW)
@@ -103,5 +101,5 @@ def test_a_verb_prints_what_its_transcript_shows(
     assert "".join(written) == file.read_text()
 
 
-def test_every_scene_has_a_transcript() -> None:
+def test_every_scene_has_a_transcript():
     assert {file.stem for file in TRANSCRIPTS.iterdir()} == set(SCENES)

@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from ranks import ROOT, carrying, until
 
 from refocused.bucket.folder import DirectoryBucket
 from refocused.config.cadence import times_left
-from refocused.config.load_run import LoadedRun, load_run
+from refocused.config.load_run import load_run
 from refocused.data.manifest.shard_manifest import build_manifest, write_manifest
 from refocused.doctor import run_fits
 from refocused.doctor.examination import (
@@ -25,13 +24,12 @@ from refocused.doctor.examination import (
     judge_step,
     start_ranks,
 )
-from refocused.doctor.finding import Finding
 from refocused.doctor.run_fits import host_shortage
 from refocused.doctor.storage import NAMED_PROBLEMS, judge_data
 from refocused.estimate.memory import checkpoint_bytes
-from refocused.estimate.memory_plan import Device, HostPlan, NativeDtype, choose, plan_host
+from refocused.estimate.memory_plan import NativeDtype, choose, plan_host
 from refocused.monitor.sampler.machine_readings import FreeMemory
-from refocused.prepare.inspect_data import DataReport, inspect_data
+from refocused.prepare.inspect_data import inspect_data
 from refocused.system.hardware import named_gpu
 
 NO_BF16 = NativeDtype("fp32", "the processor has no bf16 instructions")
@@ -49,26 +47,24 @@ OFFLOADED = (
         ("fp32", "ok", "fp32, set by the run"),
     ],
 )
-def test_the_precision_and_its_reason(dtype: str, level: str, words: str) -> None:
+def test_the_precision_and_its_reason(dtype, level, words):
     precision = load_run("demo", [f"precision.dtype={dtype}"]).config.precision
     finding = judge_precision(precision, NO_BF16)
     assert finding.level == level
     assert finding.text.startswith(words)
 
 
-def fast(*settings: str) -> LoadedRun:
+def fast(*settings):
     return load_run("gpt2_1b_8xh100_fast", ["batch.micro_batch_size=4", *settings])
 
 
-def planned(
-    loaded: LoadedRun, memory_bytes: float | None, *, gpu: str = "", ranks: int = 8
-) -> Finding:
+def planned(loaded, memory_bytes, *, gpu="", ranks=8):
     choice = choose(loaded, ranks=8, memory_bytes=memory_bytes)
     facts = named_gpu(gpu) if gpu else None
     return judge_plan(loaded, choice, ranks=ranks, memory_bytes=memory_bytes, gpu=facts)
 
 
-def test_the_plan_of_a_step() -> None:
+def test_the_plan_of_a_step():
     loaded = fast()
     found = planned(loaded, 80e9, gpu="H100 SXM")
     assert re.search(r"; expected: 1\.\d+ s a step, [\d,]+ tokens/s, MFU 4\d%", found.text)
@@ -86,13 +82,13 @@ def test_the_plan_of_a_step() -> None:
     assert finding.level == "warn" and "fit without the offload" in finding.text
 
 
-def host(*settings: str, device: Device, ranks: int = 2) -> HostPlan:
+def host(*settings, device, ranks=2):
     run = fast(*settings)
     choice = choose(run, ranks=ranks, memory_bytes=None)
     return plan_host(run, choice, ranks=ranks, ranks_here=ranks, device=device)
 
 
-def test_the_host_holds_offloads_and_copies_of_all_its_ranks() -> None:
+def test_the_host_holds_offloads_and_copies_of_all_its_ranks():
     bare = host("checkpoint.async=false", device="cuda", ranks=8)
     copied = host("checkpoint.async=true", device="cuda", ranks=8)
     offloaded = host("zero.offload_optimizer=cpu", device="cuda", ranks=8)
@@ -108,13 +104,7 @@ def test_the_host_holds_offloads_and_copies_of_all_its_ranks() -> None:
     assert on_cpu.temporaries == 2 * (memory.peak - memory.states)
 
 
-def shortage(
-    *settings: str,
-    left: float,
-    ranks: int = 2,
-    device: Device = "cpu",
-    gpu_bytes: float | None = None,
-) -> Finding | None:
+def shortage(*settings, left, ranks=2, device="cpu", gpu_bytes=None):
     return host_shortage(
         fast(*settings),
         ranks=ranks,
@@ -126,7 +116,7 @@ def shortage(
 
 
 @pytest.mark.parametrize("left", [16e9, 20e9, 28e9, 36e9])
-def test_settings_that_are_named_fit(left: float) -> None:
+def test_settings_that_are_named_fit(left):
     """0.76 B with CPU offload on two CPU ranks, which a kernel killed in the first step."""
     total = host(*OFFLOADED, device="cpu").total
     assert shortage(*OFFLOADED, left=total) is None
@@ -163,23 +153,19 @@ def test_settings_that_are_named_fit(left: float) -> None:
         (12e9, 10e9, "Use a machine with"),
     ],
 )
-def test_gpus_that_are_not_known_yet_are_not_planned_for(
-    left: float, gpu_bytes: float | None, fix: str
-) -> None:
+def test_gpus_that_are_not_known_yet_are_not_planned_for(left, gpu_bytes, fix):
     settings = ("zero.offload_optimizer=cpu", "checkpoint.async=true")
     found = shortage(*settings, left=left, device="cuda", gpu_bytes=gpu_bytes)
     assert found is not None and str(found.fix).startswith(fix)
 
 
-def test_a_disk_has_room_for_all_that_comes_on_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_has_room_for_all_that_comes_on_it(tmp_path, monkeypatch):
     settings = (f"run.directory={tmp_path / 'runs'}", f"data.cache={tmp_path / 'cache'}")
     loaded = load_run(tiny_run(tmp_path), settings)
     choice = choose(loaded, ranks=2, memory_bytes=None)
     step = checkpoint_bytes(loaded.shape, loaded.config, stage=choice.zero.stage)
 
-    def level(free: int, loaded: LoadedRun = loaded) -> str:
+    def level(free, loaded=loaded):
         monkeypatch.setattr(run_fits, "free_bytes", lambda _: free)
         needs = run_fits.disk_needs(loaded, choice, ranks=2, tokens=10_000)
         (finding,) = run_fits.check_disks(needs)
@@ -200,14 +186,14 @@ def test_a_disk_has_room_for_all_that_comes_on_it(
     assert [level(most - 12_000, limited), level(most - 12_001, limited)] == ["ok", "warn"]
 
 
-def looked_at(folder: Path, *, vocabulary: int = 512) -> tuple[list[Finding], DataReport]:
+def looked_at(folder, *, vocabulary=512):
     data = load_run(folder / "tiny.yaml").config.data
     bucket = DirectoryBucket(folder / "tokens")
     report = inspect_data(bucket, data, 10_000, vocabulary, shows_text=False)
     return list(judge_data(report, vocabulary=vocabulary, setting="data.source")), report
 
 
-def test_ids_and_problems_of_the_data(tmp_path: Path) -> None:
+def test_ids_and_problems_of_the_data(tmp_path):
     tiny_run(tmp_path)
     for vocabulary, level in ((512, "ok"), (50_257, "warn")):
         (finding,), report = looked_at(tmp_path, vocabulary=vocabulary)
@@ -218,7 +204,7 @@ def test_ids_and_problems_of_the_data(tmp_path: Path) -> None:
     assert "and 6 more problems" in findings[-1].text
 
 
-def test_files_that_the_manifest_does_not_list_are_a_warning(tmp_path: Path) -> None:
+def test_files_that_the_manifest_does_not_list_are_a_warning(tmp_path):
     data = load_run(tiny_run(tmp_path)).config.data
     bucket = DirectoryBucket(tmp_path / "tokens")
     write_manifest(bucket, build_manifest(bucket, data))
@@ -247,7 +233,7 @@ STEP = {
 }
 
 
-def summed(bus_gb_per_second: float, *, is_right: bool = True) -> RanksOutcome:
+def summed(bus_gb_per_second, *, is_right=True):
     facts = {"is_right": is_right, "payload_bytes": 2**28, "seconds": 1e-3}
     facts["bus_bytes_per_second"] = bus_gb_per_second * 1e9
     return RanksOutcome(8, {"allreduce": facts})
@@ -272,15 +258,13 @@ def summed(bus_gb_per_second: float, *, is_right: bool = True) -> RanksOutcome:
         (RanksOutcome(1, {}, "step", "no data"), "cuda", 18, "ok", "not needed by a single rank"),
     ],
 )
-def test_allreduce(
-    outcome: RanksOutcome, device: Any, nvlinks: int | None, level: str, words: str
-) -> None:
+def test_allreduce(outcome, device, nvlinks, level, words):
     finding = judge_allreduce(outcome, device=device, nvlinks=nvlinks)
     assert finding.level == level
     assert words in finding.text
 
 
-def test_step() -> None:
+def test_step():
     finding = judge_step(RanksOutcome(8, {"step": STEP}))
     assert finding.level == "ok"
     assert "21.0 GB of 85.0 GB a GPU (planned 20.0 GB)" in finding.text
@@ -293,7 +277,7 @@ def test_step() -> None:
 
 
 @pytest.mark.slow
-def test_why_real_ranks_do_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_why_real_ranks_do_not_start(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tiny_run(tmp_path)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
@@ -315,7 +299,7 @@ def test_why_real_ranks_do_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.slow
-def test_the_ranks_end_with_the_doctor_that_started_them(tmp_path: Path) -> None:
+def test_the_ranks_end_with_the_doctor_that_started_them(tmp_path):
     tiny_run(tmp_path)
     doctor = subprocess.Popen(
         [sys.executable, ROOT / "launch" / "doctor.py", "--config", "tiny.yaml", "run.device=cpu"],
@@ -325,7 +309,7 @@ def test_the_ranks_end_with_the_doctor_that_started_them(tmp_path: Path) -> None
         env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)},
     )
 
-    def left() -> list[int]:
+    def left():
         return [one.pid for one in carrying("TMPDIR", str(tmp_path)) if one.pid != doctor.pid]
 
     until(lambda: len(left()) > 3)

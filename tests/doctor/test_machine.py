@@ -5,7 +5,6 @@ import importlib.util
 import os
 import resource
 import shutil
-from typing import Any
 
 import pytest
 
@@ -35,7 +34,7 @@ PACKAGES = Packages(
 NOW = EARLIEST_SECONDS + 1e6
 
 
-def test_the_packages_of_this_machine() -> None:
+def test_the_packages_of_this_machine():
     packages = probe_packages()
     assert all(packages.installed[name] for name in ("torch", "deepspeed", "pydantic", "packaging"))
     assert not any("extra" in text for text in packages.required)
@@ -50,7 +49,7 @@ def test_the_packages_of_this_machine() -> None:
         ({"transformers": "5.24.0"}, "warn", "transformers 5.24.0 (5.23.0)"),
     ],
 )
-def test_packages(versions: dict[str, Any], level: str, words: str) -> None:
+def test_packages(versions, level, words):
     found = judge_packages(PACKAGES._replace(installed={**PACKAGES.installed, **versions}))
     assert (found.level, found.fix is None) == (level, level == "ok")
     assert words in found.text
@@ -68,9 +67,7 @@ def test_packages(versions: dict[str, Any], level: str, words: str) -> None:
         ("cc", "cpu", "on", "fail", "needs a C++ compiler, which"),
     ],
 )
-def test_compilers(
-    monkeypatch: pytest.MonkeyPatch, there: str, device: Any, compiles: Any, level: str, words: str
-) -> None:
+def test_compilers(monkeypatch, there, device, compiles, level, words):
     monkeypatch.setattr(shutil, "which", lambda name: name if name in there.split() else None)
     spec = object() if "triton" in there else None
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
@@ -92,14 +89,7 @@ def test_compilers(
         ({"open_files": (-1, -1)}, "cpu", "limits", "ok", "any number"),
     ],
 )
-def test_machine(
-    monkeypatch: pytest.MonkeyPatch,
-    change: dict[str, Any],
-    device: Any,
-    check: str,
-    level: str | None,
-    words: str,
-) -> None:
+def test_machine(monkeypatch, change, device, check, level, words):
     facts = {"cores": 16, "shm_bytes": 10**10, "open_files": (20_000, 20_000), **change}
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(facts["cores"]))
     monkeypatch.setattr(machine, "free_bytes", lambda _: facts["shm_bytes"])
@@ -123,7 +113,7 @@ def test_machine(
         (1000.0, None, False, "fail"),  # never set
     ],
 )
-def test_clock(now: float, ahead: float | None, signs: bool, level: str) -> None:
+def test_clock(now, ahead, signs, level):
     store = None if ahead is None else now - ahead
     assert judge_clock(now_s=now, store_s=store, signs=signs).level == level
 
@@ -154,7 +144,7 @@ GOOD = Gpus(
 LOST = {"lost": True, "name": None, "nvlinks_active": None}
 
 
-def with_one(**facts: Any) -> Gpus:
+def with_one(**facts):
     odd = dataclasses.replace(GOOD.samples[3], **facts)
     return dataclasses.replace(GOOD, samples=(*GOOD.samples[:3], odd))
 
@@ -189,9 +179,7 @@ def with_one(**facts: Any) -> Gpus:
         ({}, 4, "nvlink", "ok", "18 links up on every GPU"),
     ],
 )
-def test_what_is_there_and_what_is_wrong(
-    facts: dict[str, Any], wanted: int | None, check: str, level: str, words: str
-) -> None:
+def test_what_is_there_and_what_is_wrong(facts, wanted, check, level, words):
     is_gpus = all(name in Gpus.__dataclass_fields__ for name in facts)
     found = dataclasses.replace(GOOD, **facts) if is_gpus else with_one(**facts)
     findings = list(judge_gpus(found, wanted=wanted, device="auto"))
@@ -211,18 +199,18 @@ def test_what_is_there_and_what_is_wrong(
         ("auto", None, True, "fail"),
     ],
 )
-def test_a_machine_without_any(device: Any, wanted: int | None, is_fault: bool, level: str) -> None:
+def test_a_machine_without_any(device, wanted, is_fault, level):
     found = Gpus(note="The NVIDIA driver does not answer.", is_fault=is_fault)
     (finding,) = judge_gpus(found, wanted=wanted, device=device)
     assert finding.level == level
 
 
-def test_what_a_driver_and_a_screen_hold_is_not_reported() -> None:
+def test_what_a_driver_and_a_screen_hold_is_not_reported():
     findings = judge_gpus(with_one(memory_used_gb=2.0), wanted=None, device="auto")
     assert {finding.level for finding in findings} == {"ok"}
 
 
-def test_the_runs_own_gpus_count_and_of_them_the_smallest() -> None:
+def test_the_runs_own_gpus_count_and_of_them_the_smallest():
     busy = dataclasses.replace(HEALTHY, index=4, memory_used_gb=70.0)
     ours = [dataclasses.replace(HEALTHY, local_rank=0)]
     assert chosen([*ours, busy]) == ours

@@ -1,8 +1,7 @@
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
-from fakes import Emulator, Fault, Request
+from fakes import Fault, Request
 
 from refocused.bucket.bucket import ANONYMOUS
 from refocused.bucket.folder import DirectoryBucket
@@ -20,7 +19,7 @@ WHEN: dict[str, Callable[[Request], bool]] = {
 
 @pytest.mark.bucket
 @pytest.mark.parametrize("missing", [None, *WHEN])
-def test_rights_in_a_mirror(emulator: Emulator, missing: str | None) -> None:
+def test_rights_in_a_mirror(emulator, missing):
     if missing is not None:
         emulator.proxy.script(WHEN[missing], Fault(status=403, message="no"), times=10)
     bucket = open_bucket(f"{emulator.url}/runs")
@@ -37,10 +36,8 @@ def test_rights_in_a_mirror(emulator: Emulator, missing: str | None) -> None:
 
 @pytest.mark.bucket
 @pytest.mark.parametrize("answer", [501, "ignored"])
-def test_a_store_without_conditional_replacement_holds_no_lease(
-    s3_emulator: Emulator, monkeypatch: pytest.MonkeyPatch, answer: int | str
-) -> None:
-    def is_conditional(request: Request) -> bool:
+def test_a_store_without_conditional_replacement_holds_no_lease(s3_emulator, monkeypatch, answer):
+    def is_conditional(request):
         if answer == "ignored":
             request.headers.pop("If-Match", None)
         return answer == 501 and request.method == "PUT" and "If-Match" in request.headers
@@ -59,7 +56,7 @@ def test_a_store_without_conditional_replacement_holds_no_lease(
 
 @pytest.mark.bucket
 @pytest.mark.parametrize("verb", ["list", "read"])
-def test_a_source_that_may_not_be_read(emulator: Emulator, verb: str) -> None:
+def test_a_source_that_may_not_be_read(emulator, verb):
     emulator.put("tokens/a.npy", b"1")
     bucket = open_bucket(f"{emulator.url}/tokens")
     (found,) = check_source(bucket, "data.source")
@@ -69,7 +66,7 @@ def test_a_source_that_may_not_be_read(emulator: Emulator, verb: str) -> None:
     assert found.level == "fail" and f"{verb} failed" in found.text
 
 
-def test_a_folder_is_left_as_it_was(tmp_path: Path) -> None:
+def test_a_folder_is_left_as_it_was(tmp_path):
     mirror = tmp_path / "deep" / "mirror"
     for _ in range(2):
         before = list(tmp_path.rglob("*"))
@@ -79,7 +76,7 @@ def test_a_folder_is_left_as_it_was(tmp_path: Path) -> None:
         mirror.mkdir(parents=True, exist_ok=True)
 
 
-def test_a_folder_in_whose_place_a_file_is(tmp_path: Path) -> None:
+def test_a_folder_in_whose_place_a_file_is(tmp_path):
     (tmp_path / "mirror").write_bytes(b"")
     bucket = DirectoryBucket(tmp_path / "mirror")
     (found,) = check_mirror(bucket, MIRROR, prefix="tiny", removes=True)
@@ -96,9 +93,7 @@ def test_a_folder_in_whose_place_a_file_is(tmp_path: Path) -> None:
         ("trainer@x", True, 0o644, "warn"),
     ],
 )
-def test_credentials(
-    tmp_path: Path, identity: str | None, writes: bool, mode: int, level: str
-) -> None:
+def test_credentials(tmp_path, identity, writes, mode, level):
     key = tmp_path / "key.json"
     key.touch()
     key.chmod(mode)
