@@ -49,6 +49,7 @@ OLD_SAMPLE_SECONDS = 60.0  # older than the newest: a GPU or machine of an earli
 SILENT_SECONDS = 1800.0
 
 T = TypeVar("T")
+Field = Callable[[Record, str], T | None]  # `number`, `text`: a field of a record
 Status = Literal[
     "starting", "training", "silent", "finished", "stopped", "failed", "crashed", "unknown"
 ]
@@ -133,16 +134,16 @@ class Saves:
 
 
 class Reported(Generic[T]):
-    """A figure that the run reports in `state.json`; None: unknown."""
+    """A figure that the run reports in `state.json`, or a setting; None: unknown."""
 
-    def __init__(self, read: Callable[[Record, str], T | None], name: str = "") -> None:
-        self._read, self._name = read, name
+    def __init__(self, read: Field[T], name: str = "", *, source: str = "state") -> None:
+        self._read, self._name, self._source = read, name, source
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = self._name or name
 
     def __get__(self, view: RunView, owner: type) -> T | None:
-        return self._read(view.state or {}, self._name)
+        return self._read(getattr(view, self._source) or {}, self._name)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -183,6 +184,8 @@ class RunView:
     validation_loss = Reported(number)
     best_loss = Reported(number)
     best_step = Reported(whole_number)
+    per_hour_usd = Reported(number, "cost.per_hour_usd", source="settings")  # of the machines
+    budget_usd = Reported(number, "cost.budget_usd", source="settings")
 
     @property
     def name(self) -> str:
@@ -290,16 +293,6 @@ class RunView:
         spent = number(self.state or {}, "cost_usd")
         more = cost_usd(self.unreported_seconds, self.per_hour_usd)
         return None if spent is None else spent + (more or 0.0)
-
-    @property
-    def per_hour_usd(self) -> float | None:
-        """The price of the machines."""
-        return number(self.settings, "cost.per_hour_usd")
-
-    @property
-    def budget_usd(self) -> float | None:
-        """What the run may cost."""
-        return number(self.settings, "cost.budget_usd")
 
     @property
     def step_seconds(self) -> float | None:

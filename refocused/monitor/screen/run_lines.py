@@ -148,10 +148,9 @@ def _line(*parts: str) -> Text:
 
 def _saves_line(view: RunView) -> Text:
     saves, mirror = view.saves, view.mirror
-    newest = value(saves.newest_step, ",")
-    line = Text(" saved ").append("nothing" if newest == "-" else newest)
-    if newest == "-" and view.step:
-        line.stylize("yellow", 7)
+    is_bare = saves.newest_step is None and view.step > 0
+    newest = known("{:,}", saves.newest_step) or "nothing"
+    line = Text(" saved ").append(newest, style="yellow" if is_bare else "")
     if saves.steps_at_risk:
         fate, lost = "lost" if view.has_ended else "at risk", saves.seconds_at_risk
         span = "" if lost is None else f" = {duration(lost)}"
