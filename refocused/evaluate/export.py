@@ -8,7 +8,6 @@ import importlib
 import inspect
 import json
 import logging
-import math
 import os
 import re
 import secrets
@@ -37,6 +36,7 @@ from refocused.evaluate.model_weights import (
     network_class,
     tokenizer_of,
 )
+from refocused.metrics.history import perplexity
 from refocused.models.causal_lm import CausalLM
 from refocused.system.atomic_files import (
     fsync_directories,
@@ -348,6 +348,10 @@ def _card(weights: ModelWeights, remarks: Sequence[str], *, dtype: Dtype) -> str
     longest = config.max_position_embeddings
     fewer = f", of {longest:,} that it takes" if trained < longest else ""
     tokenizer = weights.settings["data"].get("tokenizer", "unknown")
+    losses = [
+        "not known" if loss is None else f"{loss:.4f} (perplexity {perplexity(loss):,.2f})"
+        for loss in (manifest.loss, manifest.validation_loss)
+    ]
     rows = {
         "run": f"{manifest.run}, step {manifest.step:,}",
         "saved": manifest.created.isoformat(timespec="seconds"),
@@ -358,8 +362,8 @@ def _card(weights: ModelWeights, remarks: Sequence[str], *, dtype: Dtype) -> str
         "vocabulary": f"{config.vocab_size:,} ids, tokenizer {tokenizer}",
         "tokens": f"{manifest.tokens:,} trained on",
         "data": f"fingerprint {manifest.data_fingerprint}, order {manifest.data_order}",
-        "training loss": _loss_text(manifest.loss),
-        "validation loss": _loss_text(manifest.validation_loss),
+        "training loss": losses[0],
+        "validation loss": losses[1],
         "time": f"{trainer['seconds'] / 3600:,.2f} h until this step was saved",
         "cost": "unknown" if cost is None else f"${cost:,.2f} until this step was saved",
         "versions": ", ".join(f"{name} {version}" for name, version in manifest.versions.items()),
@@ -389,12 +393,6 @@ model = AutoModelForCausalLM.from_pretrained("."{consent})
 tokenizer = AutoTokenizer.from_pretrained("."{consent})
 ```
 """
-
-
-def _loss_text(loss: float | None) -> str:
-    if loss is None:
-        return "not known"
-    return f"{loss:.4f} (perplexity {math.exp(min(loss, 100.0)):,.2f})"
 
 
 def add_modeling_file(config: Any, folder: Path) -> None:
