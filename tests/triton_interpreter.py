@@ -11,7 +11,7 @@ WHY_NOT = "" if INTERPRETED else "needs TRITON_INTERPRET=1"
 try:
     IS_OLD = Version(metadata.version("triton")) < Version("3.7")
 except metadata.PackageNotFoundError:
-    IS_OLD = False
+    IS_OLD, WHY_NOT = False, "needs Triton: pip install triton"
 if INTERPRETED and IS_OLD and Version(metadata.version("numpy")) >= Version("2.5"):
     # It makes an int of an array of one element, which numpy 2.5 refuses; 3.7 squeezes it.
     WHY_NOT = "Triton 3.6's interpreter does not fit numpy 2.5"

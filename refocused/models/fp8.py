@@ -45,42 +45,39 @@ def compute_in_fp8(
     return len(layers)
 
 
-class ScaledLinear(nn.Linear):
-    """`nn.Linear` with 8-bit products."""
+class _Scaled(nn.Module):
+    """A linear layer with 8-bit products while gradients are recorded."""
 
+    weight: Tensor
+    bias: Any
     by_rows: bool
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Map `[..., K]` to `[..., N]`."""
-        if not torch.is_grad_enabled():
-            return super().forward(input)
-        return _biased(input, self.weight, self.bias, by_rows=self.by_rows, is_transposed=False)
-
-
-class ScaledConv1D(Conv1D):  # type: ignore[misc]
-    """GPT-2's linear layer, whose weight is `[K, N]`, with 8-bit products."""
-
-    by_rows: bool
+    is_transposed: bool  # the weight is `[K, N]`
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `[..., K]` to `[..., N]`."""
         if not torch.is_grad_enabled():
-            return super().forward(x)  # type: ignore[no-any-return]
-        return _biased(x, self.weight, self.bias, by_rows=self.by_rows, is_transposed=True)
+            plain: Tensor = super().forward(x)
+            return plain
+        mapped: Tensor = ScaledProduct.apply(  # type: ignore[no-untyped-call]
+            x.reshape(-1, x.shape[-1]), self.weight, self.by_rows, self.is_transposed
+        )
+        mapped = mapped.view(*x.shape[:-1], -1)
+        return mapped if self.bias is None else mapped + self.bias
+
+
+class ScaledLinear(_Scaled, nn.Linear):
+    """`nn.Linear` with 8-bit products."""
+
+    is_transposed = False
+
+
+class ScaledConv1D(_Scaled, Conv1D):  # type: ignore[misc]
+    """GPT-2's linear layer with 8-bit products."""
+
+    is_transposed = True
 
 
 _SCALED: dict[type[nn.Module], Any] = {nn.Linear: ScaledLinear, Conv1D: ScaledConv1D}
-
-
-def _biased(
-    states: Tensor, weight: Tensor, bias: Tensor | None, *, by_rows: bool, is_transposed: bool
-) -> Tensor:
-    rows = states.reshape(-1, states.shape[-1])
-    mapped: Tensor = ScaledProduct.apply(  # type: ignore[no-untyped-call]
-        rows, weight, by_rows, is_transposed
-    )
-    mapped = mapped.view(*states.shape[:-1], -1)
-    return mapped if bias is None else mapped + bias
 
 
 class ScaledProduct(torch.autograd.Function):
@@ -102,14 +99,8 @@ class ScaledProduct(torch.autograd.Function):
         ctx.save_for_backward(x, weight, x_scale, w_scale)
         ctx.by_rows, ctx.is_transposed = by_rows, is_transposed
         # Fast accumulation only here: gradients are summed further.
-        return scaled_product(
-            to_fp8(x, x_scale, VALUES),
-            x_scale,
-            to_fp8(w, w_scale, VALUES),
-            w_scale,
-            like=x,
-            use_fast_accum=True,
-        )
+        operands = (x, x_scale, VALUES), (w, w_scale, VALUES)
+        return scaled_product(*operands, like=x, use_fast_accum=True)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
@@ -120,21 +111,10 @@ class ScaledProduct(torch.autograd.Function):
         if ctx.by_rows:
             x_scale, w_scale = scale_of(x.t(), VALUES, True), scale_of(w.t(), VALUES, True)
             gt_scale = scale_of(gradient.t(), GRADIENTS, True)
-        of_x = scaled_product(
-            to_fp8(gradient, g_scale, GRADIENTS),
-            g_scale,
-            to_fp8(w.t(), w_scale, VALUES),
-            w_scale,
-            like=x,
-        )
         # The gradient comes first: rowwise kernels support e5m2 only there.
-        of_w = scaled_product(
-            to_fp8(gradient.t(), gt_scale, GRADIENTS),
-            gt_scale,
-            to_fp8(x.t(), x_scale, VALUES),
-            x_scale,
-            like=weight,
-        )
+        flowing, transposed = (gradient, g_scale, GRADIENTS), (gradient.t(), gt_scale, GRADIENTS)
+        of_x = scaled_product(flowing, (w.t(), w_scale, VALUES), like=x)
+        of_w = scaled_product(transposed, (x.t(), x_scale, VALUES), like=weight)
         return of_x, of_w.t() if ctx.is_transposed else of_w, None, None
 
 
@@ -151,14 +131,11 @@ def to_fp8(matrix: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return (matrix.float() / scale).clamp(-largest, largest).to(dtype)
 
 
+Operand = tuple[Tensor, Tensor, torch.dtype]  # a matrix, its scale, the format
+
+
 def scaled_product(
-    left: Tensor,
-    left_scale: Tensor,
-    right: Tensor,
-    right_scale: Tensor,
-    *,
-    like: Tensor,
-    use_fast_accum: bool = False,
+    left: Operand, right: Operand, *, like: Tensor, use_fast_accum: bool = False
 ) -> Tensor:
     """Return `left right^T` of `[M, K]` and `[N, K]` in 8 bits, in the type of `like`.
 
@@ -166,10 +143,10 @@ def scaled_product(
     in fewer bits than float32's, which is faster.
     """
     return torch._scaled_mm(
-        left.contiguous(),
-        right.contiguous().t(),  # GPUs only multiply rows by rows
-        scale_a=left_scale,
-        scale_b=right_scale.t(),
+        to_fp8(*left).contiguous(),
+        to_fp8(*right).contiguous().t(),  # GPUs only multiply rows by rows
+        scale_a=left[1],
+        scale_b=right[1].t(),
         out_dtype=like.dtype,
         use_fast_accum=use_fast_accum,
     )

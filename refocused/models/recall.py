@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import initialization as init
 
 from refocused.models.sequence_parallel import SequenceGroup
 
@@ -28,20 +29,22 @@ class ShortConvolution(nn.Module):
     """A causal convolution of each channel with W taps: y_t = x_t + sum over j < W of w_j x_{t-j}.
 
     Taps are learned as differences from the identity, and are a vector, to exclude them from weight
-    decay. If `joined`, odd channels start as x_t + x_{t-1}.
+    decay. Before a memory odd channels start as x_t + x_{t-1}.
     """
 
-    def __init__(self, width: int, taps: int, *, joined: bool = False) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__()
-        self.taps, self.joined = taps, joined
-        self.weight = nn.Parameter(torch.zeros(taps * width))  # w_0 of all channels, w_1, ...
+        self.taps: int = config.convolution_width
+        self.is_joined = config.memory_heads > 0 and self.taps > 1
+        # w_0 of all channels, w_1, ...
+        self.weight = nn.Parameter(torch.zeros(self.taps * config.hidden_size))
 
-    def drawn_taps(self) -> Tensor:
-        """Return initial taps `[W D]`."""
+    def initialize(self, config: Any) -> None:
+        """Draw the taps."""
         taps = torch.empty_like(self.weight).normal_(std=TAP_DEVIATION)
-        if self.joined:
+        if self.is_joined:
             taps.view(self.taps, -1)[1, 1::2] += 1.0
-        return taps
+        init.copy_(self.weight, taps)
 
     def forward(
         self, inputs: Tensor, parts: Parts | None = None, group: SequenceGroup | None = None
@@ -88,10 +91,10 @@ class Memory(ScanModule):
 
     scanned, kernel_module = "memories", "refocused.models.memory_kernel"
 
-    def __init__(self, width: int, *, heads: int, longest: int) -> None:
-        """Create a memory with H = `heads` heads for D = `width` channels."""
+    def __init__(self, config: Any) -> None:
         super().__init__()
-        self.heads, self.longest = heads, longest
+        width, heads = config.hidden_size, config.memory_heads
+        self.heads, self.longest = heads, config.spectrum_length
         self.read = nn.Linear(width, 4 * width, bias=False)  # queries, keys, values, output gate
         self.read.reads_memory = True  # type: ignore[assignment]
         self.gates = nn.Linear(width, 2 * heads, bias=False)  # decay and write
@@ -101,7 +104,8 @@ class Memory(ScanModule):
     def rates(self) -> Tensor:
         """Return the initial decay of each head, 1 / horizon, `[H]`, in float64."""
         heads = torch.arange(self.heads, dtype=torch.float64, device=self.gates.weight.device)
-        return 0.5**heads / self.longest
+        rates: Tensor = 0.5**heads / self.longest
+        return rates
 
     def forward(
         self,
@@ -245,9 +249,9 @@ def _between(passed: Tensor) -> Tensor:
 class CausalAttention(nn.Module):
     """Attention by torch's sdpa, the mixer of some of the blocks of a hybrid model."""
 
-    def __init__(self, width: int, *, heads: int) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__()
-        self.heads = heads
+        width, self.heads = config.hidden_size, config.attention_heads
         self.read = nn.Linear(width, 3 * width)  # queries, keys, values
         self.out = nn.Linear(width, width)
         self.out.is_residual = True  # type: ignore[assignment]
@@ -292,45 +296,3 @@ class CausalAttention(nn.Module):
             attended = group.tokens_of_all_heads(attended)
         mixed: Tensor = self.out(attended.reshape(rows, length, width))
         return mixed
-
-
-def select_parts(parts: Parts, rows: Tensor) -> None:
-    """Select sequences by index `[B]`, for beam search."""
-    for name, held in parts.items():
-        parts[name] = held.index_select(0, rows)
-
-
-def is_attention(config: Any, layer: int) -> bool:
-    """Whether block `layer`, counted from 0, is one of attention: every `attention_every`-th."""
-    every: int = config.attention_every
-    return every > 0 and (layer + 1) % every == 0
-
-
-class RecallParts(nn.Module):
-    """The convolution before a recurrent mixer and the memory beside it, where a model has them."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__()
-        width, taps, heads = config.hidden_size, config.convolution_width, config.memory_heads
-        self.convolution = (
-            ShortConvolution(width, taps, joined=heads > 0 and taps > 1) if taps else None
-        )
-        longest = config.spectrum_length or config.max_position_embeddings
-        self.memory = Memory(width, heads=heads, longest=longest) if heads else None
-
-    def before(
-        self, inputs: Tensor, parts: Parts | None, group: SequenceGroup | None = None
-    ) -> Tensor:
-        """Return what the mixer and the memory receive, `[B, T, D]`."""
-        return inputs if self.convolution is None else self.convolution(inputs, parts, group)
-
-    def beside(
-        self,
-        mixed: Tensor,
-        inputs: Tensor,
-        parts: Parts | None,
-        mask: Tensor | None = None,
-        group: SequenceGroup | None = None,
-    ) -> Tensor:
-        """Return the mixer's output `[B, T, D]` with what the memory reads."""
-        return mixed if self.memory is None else mixed + self.memory(inputs, parts, mask, group)

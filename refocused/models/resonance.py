@@ -20,19 +20,17 @@ import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
-from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import BaseModelOutputWithPast
-from transformers.utils.output_capturing import capture_outputs
 
-from refocused.models.recall import CausalAttention, Parts, RecallParts, is_attention, select_parts
+from refocused.models.recall import Parts
 from refocused.models.recurrent_lm import (
     RecurrentConfig,
     RecurrentForCausalLM,
-    RecurrentPreTrainedModel,
+    RecurrentModel,
+    RecurrentState,
 )
+from refocused.models.sequence_parallel import SequenceGroup
 
 # Channels are transformed in groups with spectra of at most this size: on a CPU to fit its cache.
 BYTES_ON_CPU = 2**23
@@ -171,6 +169,7 @@ def _signal(spectrum: Tensor) -> Tensor:
 
 GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 FINE = 256  # size of the fine table of powers
+INTERFERENCE_RANGE = 0.01  # standard deviation of the initial interference matrix
 
 
 class ComplexWeight(nn.Module):
@@ -183,6 +182,11 @@ class ComplexWeight(nn.Module):
         super().__init__()
         self.magnitude = nn.Parameter(torch.ones(rows, columns))
         self.phase = nn.Parameter(torch.zeros(rows * columns))
+
+    def initialize(self, config: Any) -> None:
+        """Start with unit magnitudes and random phases."""
+        init.ones_(self.magnitude)
+        init.uniform_(self.phase, -math.pi, math.pi)
 
     def forward(self, dtype: torch.dtype) -> Tensor:
         """Return real and imaginary part `[2, F, D]` in a given type."""
@@ -209,15 +213,20 @@ class ResonatorBank(nn.Module):
     itself could move it by 2^-7, which is 256 radians after 32,768 tokens.
     """
 
-    def __init__(self, width: int, count: int, *, max_length: int) -> None:
-        """Create F = `count` for D = `width` channels, with memories up to `max_length` tokens."""
+    def __init__(self, config: Any) -> None:
         super().__init__()
-        self.count = count
-        self.max_length = max_length
-        self.weight = ComplexWeight(count, width)
+        count = config.num_resonators
+        self.count, self.max_length = count, config.spectrum_length
+        self.weight = ComplexWeight(count, config.hidden_size)
         self.interference = nn.Parameter(torch.zeros(count, count))
         self.decay_shift = nn.Parameter(torch.zeros(count))
         self.frequency_shift = nn.Parameter(torch.zeros(count))
+
+    def initialize(self, config: Any) -> None:
+        """Start at the grid, with a little interference."""
+        init.normal_(self.interference, std=INTERFERENCE_RANGE)
+        init.zeros_(self.decay_shift)
+        init.zeros_(self.frequency_shift)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Return the convolution of a whole sequence `[B, T, D]` with the kernel."""
@@ -322,207 +331,80 @@ def ring_on(inputs: Tensor, tuning: Tuning, state: Tensor, *, chunk: int) -> tup
     return torch.cat(outputs, dim=1), state
 
 
-INTERFERENCE_RANGE = 0.01  # standard deviation of the initial interference matrix
-
-
-class RecurrentState:
-    """The states of all layers, with the interface of a transformers cache.
-
-    Attributes:
-        layers: The state of each layer, `[2, B, F, D]`; None before the first token.
-        parts: What each layer's convolution, memory or attention keeps.
-        positions: Tokens of each sequence, without padding, `[B]`; None before the first.
-        length: Tokens including padding.
-    """
-
-    is_compileable = False  # read by `generate`
-
-    def __init__(self, layers: int) -> None:
-        self.layers: list[Tensor | None] = [None] * layers
-        self.parts: list[Parts] = [{} for _ in range(layers)]
-        self.positions: Tensor | None = None
-        self.length = 0
-
-    def advance(self, mask: Tensor) -> Tensor:
-        """Count the tokens of `mask` `[B, T]` (0: padding); return their positions `[B, T]`."""
-        before = 0 if self.positions is None else self.positions[:, None]
-        positions = before + mask.long().cumsum(dim=1) - 1
-        self.positions = positions[:, -1] + 1
-        self.length += mask.shape[1]
-        return positions.clamp(min=0)
-
-    def get_seq_length(self, layer: int = 0) -> int:
-        """Return the number of tokens, including padding."""
-        return self.length
-
-    def reorder_cache(self, chosen: Tensor) -> None:
-        """Select sequences by index `[B]`, for beam search."""
-        self.layers = [None if z is None else z.index_select(1, chosen) for z in self.layers]
-        for parts in self.parts:
-            select_parts(parts, chosen)
-        if self.positions is not None:
-            self.positions = self.positions.index_select(0, chosen)
-
-
 class ResonanceConfig(RecurrentConfig):
     """The shape of a resonance model."""
 
     model_type = "resonance"
 
     num_resonators: int = 64  # of a block, F
-    intermediate_size: int | None = None  # of the feed-forward part; None: 4 times `hidden_size`
-    max_position_embeddings: int = 32768  # learned positions, T_max; later tokens use the last one
+    # Tokens with a position of their own, T_max, and those that are mixed at once. Later tokens
+    # have the last position.
+    max_position_embeddings: int = 32768
     dropout: float = 0.0  # at the embedding and before each residual sum
-
-    @property
-    def longest_sequence(self) -> int | None:
-        """None: sequences have no maximal length."""
-        return None
-
-    @property
-    def inner_size(self) -> int:
-        """Inner width of the feed-forward part."""
-        return self.intermediate_size or 4 * self.hidden_size
+    learned_positions = True
+    longest_sequence = None  # sequences have no maximal length
 
 
-class ResonanceBlock(GradientCheckpointingLayer):  # type: ignore[misc]
-    """Pre-norm block: gated resonators or attention, then a feed-forward part."""
-
-    def __init__(self, config: ResonanceConfig, layer: int) -> None:
-        super().__init__()
-        width = config.hidden_size
-        self.layer = layer
-        self.chunk = config.max_position_embeddings
-        self.mixing_norm = nn.LayerNorm(width, eps=config.layer_norm_eps)
-        self.attention: CausalAttention | None = None
-        if is_attention(config, layer):
-            self.attention = CausalAttention(width, heads=config.attention_heads)
-        else:
-            self.recall = RecallParts(config)
-            longest = config.spectrum_length or config.max_position_embeddings
-            self.resonators = ResonatorBank(width, config.num_resonators, max_length=longest)
-            self.gate = nn.Linear(width, width)
-            self.output = nn.Linear(width, width)
-            self.output.is_residual = True  # type: ignore[assignment]
-        self.inner_norm = nn.LayerNorm(width, eps=config.layer_norm_eps)
-        self.up = nn.Linear(width, config.inner_size)
-        self.down = nn.Linear(config.inner_size, width)
-        self.down.is_residual = True  # type: ignore[assignment]
-        self.dropout = nn.Dropout(config.dropout)
-
-    def forward(
-        self, hidden: Tensor, mask: Tensor | None = None, state: RecurrentState | None = None
-    ) -> Tensor:
-        """Return the residual stream `[B, T, D]` after this block.
-
-        Args:
-            hidden: Before it, `[B, T, D]`.
-            mask: `[B, T]`, 0 for padding, which does not drive the resonators; None: no padding.
-            state: Of the tokens before; updated in place.
-        """
-        normed = self.mixing_norm(hidden)
-        parts = None if state is None else state.parts[self.layer]
-        if self.attention is not None:
-            mixed = self.attention(normed, parts, mask)
-        else:
-            real = None if mask is None else mask[..., None].to(normed.dtype)
-            normed = self.recall.before(normed if real is None else normed * real, parts)
-            driving = normed if real is None else normed * real
-            gate = self.gate(normed).sigmoid()  # first: autograd sums gradients in this order
-            if state is None and driving.shape[1] <= self.chunk:
-                rung = self.resonators(driving)
-            else:
-                tuning = self.resonators.tuning(driving.dtype)
-                before = None if state is None else state.layers[self.layer]
-                before = silence(driving, tuning) if before is None else before
-                rung, after = ring_on(driving, tuning, before, chunk=self.chunk)
-                if state is not None:
-                    state.layers[self.layer] = after
-            mixed = self.output(gate * rung)
-            mixed = self.recall.beside(mixed, driving, parts, mask)
-        hidden = hidden + self.dropout(mixed)
-        inner = F.gelu(self.up(self.inner_norm(hidden)))
-        outputs: Tensor = hidden + self.dropout(self.down(inner))
-        return outputs
-
-
-class ResonancePreTrainedModel(RecurrentPreTrainedModel):
-    """Base class of the body and of the model with its head."""
-
-    config_class = ResonanceConfig
-    _no_split_modules = ("ResonanceBlock",)
-    _can_record_outputs = {"hidden_states": ResonanceBlock}  # noqa: RUF012 - as transformers does
-
-    @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
-        super()._init_weights(module)
-        if isinstance(module, ComplexWeight):
-            init.ones_(module.magnitude)
-            init.uniform_(module.phase, -math.pi, math.pi)
-        elif isinstance(module, ResonatorBank):
-            init.normal_(module.interference, std=INTERFERENCE_RANGE)
-            init.zeros_(module.decay_shift)
-            init.zeros_(module.frequency_shift)
-
-
-class ResonanceModel(ResonancePreTrainedModel):
-    """Embeddings, blocks, final norm."""
-
-    _input_embed_layer = "tokens"
+class GatedResonators(nn.Module):
+    """The mixer of a block: resonators, a gate for each of their outputs, a projection."""
 
     def __init__(self, config: ResonanceConfig) -> None:
-        super().__init__(config)
+        super().__init__()
         width = config.hidden_size
-        self.tokens = nn.Embedding(config.vocab_size, width)
-        self.positions = nn.Embedding(config.max_position_embeddings, width)
-        self.dropout = nn.Dropout(config.dropout)
-        self.layers = nn.ModuleList(
-            ResonanceBlock(config, layer) for layer in range(config.num_hidden_layers)
-        )
-        self.norm = nn.LayerNorm(width, eps=config.layer_norm_eps)
-        self.post_init()
+        self.chunk = config.max_position_embeddings
+        self.resonators = ResonatorBank(config)
+        self.gate = nn.Linear(width, width)
+        self.output = nn.Linear(width, width)
+        self.output.is_residual = True  # type: ignore[assignment]
 
-    @capture_outputs  # type: ignore[untyped-decorator]
     def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        past_key_values: RecurrentState | None = None,
-        use_cache: bool | None = None,
-        **ignored: Any,
-    ) -> BaseModelOutputWithPast:
-        """Return the last hidden states.
+        self, inputs: Tensor, parts: Parts | None = None, group: SequenceGroup | None = None
+    ) -> Tensor:
+        """Return the mixed tokens `[B, T, D]` of inputs `[B, T, D]`; update `parts`."""
+        assert group is None  # checked with the run file
+        gate = self.gate(inputs).sigmoid()  # first: autograd sums gradients in this order
+        if parts is None and inputs.shape[1] <= self.chunk:
+            rung = self.resonators(inputs)
+        else:
+            tuning, parts = self.resonators.tuning(inputs.dtype), {} if parts is None else parts
+            before = parts["rung"].movedim(0, 1) if "rung" in parts else silence(inputs, tuning)
+            rung, after = ring_on(inputs, tuning, before, chunk=self.chunk)
+            parts["rung"] = after.movedim(1, 0)
+        mixed: Tensor = self.output(gate * rung)
+        return mixed
 
-        Args:
-            input_ids: Tokens `[B, T]` of any length; beyond T_max they are computed in chunks.
-            attention_mask: 0 for padding; the last T columns are used.
-            inputs_embeds: `[B, T, D]`, instead of tokens.
-            past_key_values: State of the tokens before; updated in place.
-            use_cache: Create a state if none is given.
-            ignored: Arguments of other families, such as `position_ids`.
+
+class ResonanceModel(RecurrentModel):
+    """Embeddings, blocks of resonators, final norm."""
+
+    config_class, mixer_class = ResonanceConfig, GatedResonators
+
+    def add_positions(
+        self,
+        embedded: Tensor,
+        mask: Tensor | None,
+        state: RecurrentState | None,
+        positions: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Count the tokens of each sequence without padding; tokens after T_max share a position.
+
+        Given positions are ignored.
         """
-        embedded = self.tokens(input_ids) if inputs_embeds is None else inputs_embeds
         rows, length, _ = embedded.shape
-        state = past_key_values
-        if state is None and use_cache:
-            state = RecurrentState(len(self.layers))
-        mask = None if attention_mask is None else attention_mask[:, -length:]
         if state is None and mask is None:
-            positions = torch.arange(length, device=embedded.device)
+            places = torch.arange(length, device=embedded.device)
         else:
             ones = torch.ones(rows, length, dtype=torch.long, device=embedded.device)
-            counter = state or RecurrentState(0)
-            positions = counter.advance(ones if mask is None else mask)
+            before = 0 if state is None or state.positions is None else state.positions[:, None]
+            places = before + (ones if mask is None else mask.long()).cumsum(dim=1) - 1
+            if state is not None:
+                state.positions = places[:, -1] + 1
+            places = places.clamp(min=0)
         last = self.config.max_position_embeddings - 1
-        hidden = self.dropout(embedded + self.positions(positions.clamp(max=last)))
-        for block in self.layers:
-            hidden = block(hidden, mask, state)
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden), past_key_values=state)
+        return embedded + self.embed_positions(places.clamp(max=last)), mask
 
 
-class ResonanceForCausalLM(RecurrentForCausalLM, ResonancePreTrainedModel):
-    """The model with a head that is tied to the token embedding."""
+class ResonanceForCausalLM(RecurrentForCausalLM):
+    """The model with a language-model head."""
 
-    body_class = ResonanceModel
-    _tied_weights_keys = {"lm_head.weight": "model.tokens.weight"}  # noqa: RUF012 - see above
+    config_class, body_class = ResonanceConfig, ResonanceModel

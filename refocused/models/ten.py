@@ -25,22 +25,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
-from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import BaseModelOutputWithPast
-from transformers.utils.output_capturing import capture_outputs
 
-from refocused.models.recall import (
-    CausalAttention,
-    Parts,
-    RecallParts,
-    ScanModule,
-    is_attention,
-    select_parts,
-)
+from refocused.models.recall import Parts, ScanModule
 from refocused.models.recurrent_lm import (
     RecurrentConfig,
     RecurrentForCausalLM,
-    RecurrentPreTrainedModel,
+    RecurrentModel,
+    RecurrentState,
 )
 from refocused.models.sequence_parallel import SequenceGroup
 
@@ -277,21 +268,6 @@ CELLS = 2  # per scale; their outputs are averaged
 COUPLING = 0.01  # epsilon of R = I + epsilon M / ||M||_F
 
 
-@dataclasses.dataclass(slots=True)
-class ScaleState:
-    """The state of one scale after the tokens so far; its size is constant."""
-
-    eigenstates: Tensor  # c after the last complete group, `[2, K, B]`, float32 or better
-    latest: Tensor  # the output of the last complete group, `[B, 1, D]`
-    pending: Tensor  # the tokens of the incomplete group, `[B, fewer than scale, D]`
-
-    def select(self, rows: Tensor) -> None:
-        """Select sequences by index `[B]`, for beam search."""
-        self.eigenstates = self.eigenstates.index_select(2, rows)
-        self.latest = self.latest.index_select(0, rows)
-        self.pending = self.pending.index_select(0, rows)
-
-
 class TenCells(ScanModule):
     """Cells with a common input: y_t = mean over cells of W_out Re(c_t R).
 
@@ -303,23 +279,25 @@ class TenCells(ScanModule):
 
     scanned, kernel_module = "eigenstates", "refocused.models.scan_kernel"
 
-    def __init__(self, width: int, *, eigenstates: int, longest: int, chunk: int) -> None:
-        """Create cells with uninitialized parameters.
-
-        Args:
-            width: D.
-            eigenstates: Modes of each cell, K.
-            longest: Longest initial horizon, in tokens of this scale.
-            chunk: Tokens of a chunk of `chunked_scan`.
-        """
+    def __init__(self, config: Any, scale: int = 1) -> None:
         super().__init__()
+        width, eigenstates = config.hidden_size, config.num_eigenstates
         modes = CELLS * eigenstates
-        self.longest, self.chunk = longest, chunk
+        self.longest = max(config.spectrum_length // scale, 2)  # in tokens of this scale
+        self.chunk = config.chunk_size
         self.in_weight = nn.Parameter(torch.empty(2, modes, width))
         self.mixing = nn.Parameter(torch.empty(CELLS, eigenstates, eigenstates))
         self.out_weight = nn.Parameter(torch.empty(CELLS, eigenstates, width))
         self.rate_shift = nn.Parameter(torch.empty(modes))
         self.frequency_shift = nn.Parameter(torch.empty(modes))
+
+    def initialize(self, config: Any) -> None:
+        """Draw the matrices, and start at the initial spectrum."""
+        init.normal_(self.in_weight, std=config.initializer_range)
+        init.normal_(self.mixing, std=config.initializer_range)
+        init.normal_(self.out_weight, std=config.residual_deviation)
+        init.zeros_(self.rate_shift)
+        init.zeros_(self.frequency_shift)
 
     def spectrum(self) -> Spectrum:
         """Return the present modes, `[2 K]`."""
@@ -387,71 +365,58 @@ class TenMixer(nn.Module):
     g s to g s + s - 1, applies from its last token until the next group ends.
     """
 
-    def __init__(
-        self, width: int, *, eigenstates: int, longest: int, chunk: int, scales: list[int]
-    ) -> None:
-        """Create a `TenCells` for each scale; arguments as there."""
+    def __init__(self, config: Any) -> None:
         super().__init__()
-        self.scales = tuple(scales)
-        self.cells = nn.ModuleList(
-            TenCells(width, eigenstates=eigenstates, longest=max(longest // scale, 2), chunk=chunk)
-            for scale in scales
-        )
+        self.scales = tuple(config.scales)
+        self.cells = nn.ModuleList(TenCells(config, scale) for scale in self.scales)
 
     def forward(
-        self,
-        inputs: Tensor,
-        states: list[ScaleState | None] | None = None,
-        group: SequenceGroup | None = None,
+        self, inputs: Tensor, parts: Parts | None = None, group: SequenceGroup | None = None
     ) -> Tensor:
-        """Return the mixed tokens `[B, T, D]` of inputs `[B, T, D]`.
+        """Return the mixed tokens `[B, T, D]` of inputs `[B, T, D]`; update `parts`.
 
-        `states`, one per scale, continue from earlier tokens and are updated in place. The ranks of
-        a `group` have slices of the tokens, whose length the scales divide.
+        The ranks of a `group` have slices of the tokens, whose length the scales divide.
         """
-        outputs = []
+        outputs: list[Tensor] = []
         for place, (scale, cells) in enumerate(zip(self.scales, self.cells, strict=True)):
-            if states is not None:
-                heard, states[place] = _at_scale(cells, inputs, scale, states[place], True)
-            elif scale == 1:
-                heard, _ = cells(inputs, group=group)
+            if scale == 1 and parts is None:
+                outputs.append(cells(inputs, group=group)[0])
             else:
-                heard, _ = _at_scale(cells, inputs, scale, None, False, group)
-            outputs.append(heard)
+                outputs.append(self._at_scale(place, inputs, parts, group))
         return functools.reduce(torch.add, outputs)
 
+    def _at_scale(
+        self, place: int, inputs: Tensor, parts: Parts | None, group: SequenceGroup | None
+    ) -> Tensor:
+        """Apply cells to averages of `scale` tokens.
 
-def _at_scale(
-    cells: nn.Module,
-    inputs: Tensor,
-    scale: int,
-    before: ScaleState | None,
-    want_state: bool,
-    group: SequenceGroup | None = None,
-) -> tuple[Tensor, ScaleState | None]:
-    """Apply cells to averages of `scale` tokens; see `TenMixer`."""
-    length = inputs.shape[1]
-    if before is not None:
-        inputs = torch.cat((before.pending, inputs), dim=1)
-    pending, groups = inputs.shape[1] - length, inputs.shape[1] // scale
-    exact = torch.promote_types(inputs.dtype, torch.float32)
-    whole = inputs[:, : groups * scale].reshape(len(inputs), groups, scale, inputs.shape[2])
-    # Index g applies after g groups have ended.
-    heard = torch.zeros_like(inputs[:, :1]) if before is None else before.latest
-    eigenstates = None if before is None else before.eigenstates
-    if groups:
-        means = whole.mean(dim=2, dtype=exact).to(inputs.dtype)
-        outputs, eigenstates = cells(means, eigenstates, want_state=want_state, group=group)
-        if group is not None:
-            heard = group.from_previous(outputs[:, -1:])
-        heard = torch.cat((heard, outputs), dim=1)
-    repeated = heard.repeat_interleave(scale, dim=1)[:, pending + 1 : pending + 1 + length]
-    if not want_state:
-        return repeated, None
-    if eigenstates is None:
-        modes = cells.rate_shift.numel()  # type: ignore[operator]
-        eigenstates = inputs.new_zeros((2, modes, len(inputs)), dtype=exact)
-    return repeated, ScaleState(eigenstates, heard[:, -1:], inputs[:, groups * scale :])
+        Of each scale `parts` have c after the last complete group, `[B, 2, K]` in float32 or
+        better; the output of that group, `[B, 1, D]`; and the tokens of the incomplete group.
+        """
+        scale, cells, (rows, length, width) = self.scales[place], self.cells[place], inputs.shape
+        names = [f"{name} {place}" for name in ("eigenstates", "latest", "pending")]
+        exact = torch.promote_types(inputs.dtype, torch.float32)
+        heard, eigenstates = torch.zeros_like(inputs[:, :1]), None
+        if parts is not None and names[0] in parts:
+            kept, heard, pending = (parts[name] for name in names)
+            eigenstates, inputs = kept.movedim(0, 2), torch.cat((pending, inputs), dim=1)
+        before, groups = inputs.shape[1] - length, inputs.shape[1] // scale
+        if groups:
+            whole = inputs[:, : groups * scale].reshape(rows, groups, scale, width)
+            means = whole.mean(dim=2, dtype=exact).to(inputs.dtype)
+            outputs, eigenstates = cells(
+                means, eigenstates, want_state=parts is not None, group=group
+            )
+            if group is not None:
+                heard = group.from_previous(outputs[:, -1:])
+            heard = torch.cat((heard, outputs), dim=1)  # index g applies after g groups have ended
+        if parts is not None:
+            if eigenstates is None:
+                modes = cells.rate_shift.numel()  # type: ignore[operator]
+                eigenstates = inputs.new_zeros((2, modes, rows), dtype=exact)
+            state = eigenstates.movedim(2, 0), heard[:, -1:], inputs[:, groups * scale :]
+            parts.update(zip(names, state, strict=True))
+        return heard.repeat_interleave(scale, dim=1)[:, before + 1 : before + 1 + length]
 
 
 class TenConfig(RecurrentConfig):
@@ -459,16 +424,17 @@ class TenConfig(RecurrentConfig):
 
     model_type = "ten"
     keys_to_ignore_at_inference = ("past_key_values",)
+    attribute_map = {"dropout": "hidden_dropout"}  # noqa: RUF012 - as transformers does
 
     hidden_size: int = 512  # D
     num_hidden_layers: int = 4  # blocks, L
     num_eigenstates: int = 64  # modes of a cell, K; a block has two cells per scale
-    intermediate_size: int = 0  # of the feed-forward part, F; 0: 4 D
     max_position_embeddings: int = 512  # training length; the limit with learned positions
     learned_positions: bool = True  # add position embeddings; without them any length is allowed
     scales: list[int] | None = None  # tokens averaged before each of a block's recurrences
     chunk_size: int = 64  # tokens of a chunk of the scan; does not affect the result
     hidden_dropout: float = 0.0
+    takes_padding = False  # the recurrence cannot skip it
 
     def __post_init__(self, **kwargs: Any) -> None:
         self.intermediate_size = self.intermediate_size or 4 * self.hidden_size
@@ -476,185 +442,48 @@ class TenConfig(RecurrentConfig):
         super().__post_init__(**kwargs)
 
     @property
-    def takes_padding(self) -> bool:
-        """False: the recurrence cannot skip padding."""
-        return False
-
-    @property
     def longest_sequence(self) -> int | None:
         """The maximal length of a sequence; None: no limit."""
         return self.max_position_embeddings if self.learned_positions else None
 
 
-class TenState:
-    """The state of generation, with the interface of a transformers cache.
+class TenModel(RecurrentModel):
+    """Embeddings, blocks of eigenstates, final norm."""
 
-    Its size is constant, but for the keys and values of blocks of attention.
-    """
+    config_class, mixer_class = TenConfig, TenMixer
 
-    is_compileable = False  # read by `generate`
-
-    def __init__(self, config: TenConfig) -> None:
-        self.seen_tokens = 0
-        self.blocks: list[list[ScaleState | None]] = [
-            [None] * len(config.scales or [1]) for _ in range(config.num_hidden_layers)
-        ]
-        self.parts: list[Parts] = [{} for _ in self.blocks]
-
-    def get_seq_length(self) -> int:
-        """Return the number of tokens seen."""
-        return self.seen_tokens
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Select sequences by index `[B]`, for beam search."""
-        for scales in self.blocks:
-            for state in scales:
-                if state is not None:
-                    state.select(beam_idx)
-        for parts in self.parts:
-            select_parts(parts, beam_idx)
-
-
-class TenBlock(GradientCheckpointingLayer):  # type: ignore[misc]
-    """Pre-norm block: eigenstates or attention, then a feed-forward part."""
-
-    def __init__(self, config: TenConfig, layer: int) -> None:
-        super().__init__()
-        width, inner = config.hidden_size, config.intermediate_size
-        self.mixer_norm = nn.LayerNorm(width, eps=config.layer_norm_eps)
-        self.mixer: TenMixer | CausalAttention
-        if is_attention(config, layer):
-            self.mixer = CausalAttention(width, heads=config.attention_heads)
-        else:
-            self.recall = RecallParts(config)
-            self.mixer = TenMixer(
-                width,
-                eigenstates=config.num_eigenstates,
-                longest=config.spectrum_length or config.max_position_embeddings,
-                chunk=config.chunk_size,
-                scales=config.scales or [1],
-            )
-        self.ffn_norm = nn.LayerNorm(width, eps=config.layer_norm_eps)
-        self.ffn_in = nn.Linear(width, inner)
-        self.ffn_out = nn.Linear(inner, width)
-        self.ffn_out.is_residual = True  # type: ignore[assignment]
-        self.dropout = nn.Dropout(config.hidden_dropout)
-
-    def forward(
+    def add_positions(
         self,
-        hidden: Tensor,
-        states: list[ScaleState | None] | None = None,
-        parts: Parts | None = None,
-        sequence_group: SequenceGroup | None = None,
-    ) -> Tensor:
-        """Return the residual stream `[B, T, D]` after the block; update both states in place."""
-        normed = self.mixer_norm(hidden)
-        if isinstance(self.mixer, CausalAttention):
-            mixed = self.mixer(normed, parts, group=sequence_group)
-        else:
-            normed = self.recall.before(normed, parts, sequence_group)
-            mixed = self.mixer(normed, states, sequence_group)
-            mixed = self.recall.beside(mixed, normed, parts, group=sequence_group)
-        hidden = hidden + self.dropout(mixed)
-        inner = nn.functional.gelu(self.ffn_in(self.ffn_norm(hidden)))
-        added: Tensor = hidden + self.dropout(self.ffn_out(inner))
-        return added
-
-
-class TenPreTrainedModel(RecurrentPreTrainedModel):
-    """Base class of the body and of the model with its head."""
-
-    config_class = TenConfig
-    _no_split_modules = ("TenBlock",)
-    _can_record_outputs = {"hidden_states": TenBlock}  # noqa: RUF012 - as transformers does
-
-    @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
-        super()._init_weights(module)
-        if isinstance(module, TenCells):
-            init.normal_(module.in_weight, std=self.config.initializer_range)
-            init.normal_(module.mixing, std=self.config.initializer_range)
-            init.normal_(module.out_weight, std=self._residual_deviation)
-            init.zeros_(module.rate_shift)
-            init.zeros_(module.frequency_shift)
-
-
-class TenModel(TenPreTrainedModel):
-    """Embeddings, blocks, final norm."""
-
-    def __init__(self, config: TenConfig) -> None:
-        super().__init__(config)
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        if config.learned_positions:
-            self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size)
-        self.dropout = nn.Dropout(config.hidden_dropout)
-        self.layers = nn.ModuleList(
-            TenBlock(config, layer) for layer in range(config.num_hidden_layers)
-        )
-        self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.gradient_checkpointing = False
-        self.post_init()
-
-    @capture_outputs  # type: ignore[untyped-decorator]
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        *,
-        inputs_embeds: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        past_key_values: TenState | None = None,
-        use_cache: bool | None = None,
-        sequence_group: SequenceGroup | None = None,
-        **_: Any,
-    ) -> BaseModelOutputWithPast:
-        """Return the last hidden states `[B, T, D]`, and the state if there is one.
-
-        Args:
-            input_ids: Tokens `[B, T]`.
-            inputs_embeds: `[B, T, D]`, instead of tokens.
-            position_ids: For learned positions; default: continue after the state. They do not
-                affect the recurrence.
-            attention_mask: Must not mask tokens.
-            past_key_values: State of the tokens before; updated in place.
-            use_cache: Create a state if none is given.
-            sequence_group: Ranks that have slices of the tokens, in training.
+        embedded: Tensor,
+        mask: Tensor | None,
+        state: RecurrentState | None,
+        positions: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Add learned positions, if there are any.
 
         Raises:
             ValueError: Padding, or a sequence beyond the learned positions.
         """
-        hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        state = past_key_values
-        if state is None:
-            if attention_mask is not None and not bool(attention_mask.all()):
-                raise ValueError(
-                    "The attention mask hides tokens, which a recurrence cannot skip. Use "
-                    "sequences of equal length, without padding."
-                )
-            state = TenState(self.config) if use_cache else None
+        first = 0 if state is None else state.length
+        if mask is not None and not first and not bool(mask.all()):
+            raise ValueError(
+                "The attention mask hides tokens, which a recurrence cannot skip. Use sequences of "
+                "equal length, without padding."
+            )
         if self.config.learned_positions:
-            if position_ids is None:
-                first = 0 if state is None else state.seen_tokens
-                end = first + hidden.shape[1]
-                if end > self.config.max_position_embeddings:
+            if positions is None:
+                end, most = first + embedded.shape[1], self.config.max_position_embeddings
+                if end > most:
                     raise ValueError(
                         f"Token {end} has no learned position: this model supports sequences of at "
-                        f"most {self.config.max_position_embeddings} tokens."
+                        f"most {most} tokens."
                     )
-                position_ids = torch.arange(first, end, device=hidden.device).unsqueeze(0)
-            hidden = hidden + self.embed_positions(position_ids)
-        hidden = self.dropout(hidden)
-        group = {} if sequence_group is None else {"sequence_group": sequence_group}
-        for place, block in enumerate(self.layers):
-            kept = () if state is None else (state.blocks[place], state.parts[place])
-            hidden = block(hidden, *kept, **group)
-        if state is not None:
-            state.seen_tokens += hidden.shape[1]
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden), past_key_values=state)
+                positions = torch.arange(first, end, device=embedded.device).unsqueeze(0)
+            embedded = embedded + self.embed_positions(positions)
+        return embedded, None
 
 
-class TenForCausalLM(RecurrentForCausalLM, TenPreTrainedModel):
+class TenForCausalLM(RecurrentForCausalLM):
     """The model with a language-model head."""
 
-    body_class = TenModel
-    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012 - see above
+    config_class, body_class = TenConfig, TenModel

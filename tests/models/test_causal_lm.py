@@ -139,7 +139,7 @@ def test_a_checkpointed_block_is_computed_twice_with_the_same_result(family: str
         model = build(family, dropout=0.1, recomputes=recomputes)
         calls: list[object] = []
         for module in model.modules():
-            if type(module).__name__.endswith(("MLP", "ResonatorBank", "TenMixer")):
+            if type(module).__name__.endswith(("MLP", "GatedResonators", "TenMixer")):
                 module.register_forward_pre_hook(lambda *_, calls=calls: calls.append(None))
         torch.manual_seed(3)  # the recomputation draws the same dropout again
         loss = model(ids[:, :-1], ids[:, 1:])

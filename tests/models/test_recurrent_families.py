@@ -1,26 +1,32 @@
-"""Resonance and TEN: states, generation, bfloat16."""
+"""Resonance and TEN: states, generation, recall, bfloat16."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from small_families import build, relative, tokens
+from small_families import SHAPES, build, relative, tokens
 from torch import Tensor
 
+from refocused.config.model_shape import shape_from
 from refocused.models.causal_lm import CausalLM
+from refocused.models.recall import CausalAttention
 from refocused.system.errors import ConfigError
 
+RECALL: dict[str, Any] = {"convolution_width": 4, "memory_heads": 4}
+HYBRID = RECALL | {"attention_every": 2, "attention_heads": 4}
 VARIANTS: dict[str, dict[str, Any]] = {
     "resonance": {},
     "ten": {"scales": [1]},
     "ten, four scales": {"scales": [1, 2, 4, 8]},
     "ten, odd scale, no positions": {"scales": [3], "learned_positions": False},
-    "resonance, recall": {"convolution_width": 4, "memory_heads": 4},
-    "ten, recall": {"convolution_width": 4, "memory_heads": 4},
+    "resonance, recall": RECALL,
+    "ten, recall": RECALL,
     "ten, hybrid": {"convolution_width": 2, "attention_every": 2, "attention_heads": 4},
 }
+own_families = pytest.mark.parametrize("family", ["resonance", "ten"])
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
 GREEDY: dict[str, Any] = {"do_sample": False, "pad_token_id": 0}
 
@@ -39,17 +45,9 @@ def stirred(variant: str, **changes: Any) -> CausalLM:
 
 def elements(state: Any) -> int:
     """Return the elements of a state, without incomplete groups, and keys and values."""
-    parts = sum(
-        part.numel()
-        for parts in state.parts
-        for name, part in parts.items()
-        if name in ("recent", "memory")
-    )
-    if hasattr(state, "layers"):
-        return parts + sum(layer.numel() for layer in state.layers)
-    return parts + sum(
-        one.eigenstates.numel() + one.latest.numel() for b in state.blocks for one in b if one
-    )
+    grows = ("pending", "keys", "values", "real")
+    held = (item for parts in state.parts for item in parts.items())
+    return sum(part.numel() for name, part in held if not name.startswith(grows))
 
 
 @every_variant
@@ -84,8 +82,9 @@ def test_generation_with_and_without_a_state_is_equal(
     assert torch.equal(carried, network.generate(tokens(2, 11), use_cache=False, **asked))
 
 
-def test_padding_on_the_left_changes_nothing_in_resonance() -> None:
-    network = stirred("resonance").network
+@pytest.mark.parametrize("recall", [{}, HYBRID], ids=["plain", "hybrid"])
+def test_padding_on_the_left_changes_nothing_in_resonance(recall: dict[str, Any]) -> None:
+    network = stirred("resonance", **recall).network
     short = tokens(1, 5)
     both = torch.cat((torch.cat((torch.full((1, 4), 7), short), dim=1), tokens(1, 9)))
     mask = torch.ones_like(both)
@@ -113,7 +112,7 @@ def test_beyond_its_positions_resonance_in_chunks_equals_one_pass() -> None:
     ids, model = tokens(2, 150), stirred("resonance")
     chunked = model.logits(ids)
     for block in model.network.model.layers:
-        block.chunk = 150
+        block.mixer.chunk = 150
     assert relative(chunked, model.logits(ids)) < 1e-5
 
 
@@ -173,3 +172,103 @@ def test_phases_do_not_decay() -> None:
         "weight",  # of norms
         "bias",
     }
+
+
+def test_a_group_of_tokens_applies_from_its_last_one() -> None:
+    mixer = build("ten", scales=[4]).network.model.layers[0].mixer
+    with torch.no_grad():
+        inputs = torch.randn((1, 16, 64), generator=torch.Generator().manual_seed(2))
+        plain = mixer(inputs)
+        for changed in range(16):
+            other = inputs.clone()
+            other[:, changed] += 1
+            moved = (mixer(other) - plain).abs().amax(dim=(0, 2)).nonzero().flatten().tolist()
+            assert moved == list(range(changed // 4 * 4 + 3, 16))
+
+
+@pytest.mark.parametrize("scales", [[1, 2, 4, 8], [3]], ids=str)
+def test_loss_and_gradients_do_not_depend_on_the_chunk(scales: list[int]) -> None:
+    ids, results = tokens(2, 50), []
+    for chunk in (1, 8, 64):
+        model = build("ten", scales=scales, chunk_size=chunk).double()
+        loss = model(ids[:, :-1], ids[:, 1:])
+        loss.backward()
+        results.append([loss.detach(), *(p.grad for p in model.parameters())])
+    for other in results[1:]:
+        for found, wanted in zip(other, results[0], strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-8, atol=1e-11)
+
+
+def test_the_recurrence_runs_in_float32_on_bf16_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def noting(beta: Tensor, *modes: Tensor, **others: Any) -> Tensor:
+        seen.append((beta.dtype, *(mode.dtype for mode in modes)))
+        return beta[0]
+
+    monkeypatch.setattr("refocused.models.ten.chunked_scan", noting)
+    build("ten").bfloat16().logits(tokens())
+    assert set(seen) == {(torch.float32, torch.float64, torch.float64)}
+
+
+@own_families
+@pytest.mark.parametrize("heads", [0, 4])
+def test_a_new_memory_finds_a_token_by_the_one_before_it(family: str, heads: int) -> None:
+    """Queries and keys start equal, and half of the channels of each token hold the last one."""
+    block = build(family, **RECALL | {"memory_heads": heads}).network.model.layers[0]
+    assert (block.memory is not None) == (heads > 0)
+    previous = block.convolution.weight.view(4, -1)[1]
+    assert previous[0::2].mean().abs() < 0.1 and (previous[1::2].mean() > 0.9) == (heads > 0)
+    if heads:
+        query, key, value, _ = block.memory.read.weight.chunk(4)
+        assert torch.equal(query, key) and not torch.equal(key, value)
+
+
+@own_families
+@torch.no_grad()
+def test_no_part_sees_later_tokens(family: str) -> None:
+    model, ids = build(family, initializer_range=0.2, **HYBRID).double().eval(), tokens(1, 40)
+    wanted = model.logits(ids)
+    for place in (3, 20, 39):
+        other = ids.clone()
+        other[:, place] = (other[:, place] + 1) % 512
+        moved = (model.logits(other) - wanted).abs().amax(dim=(0, 2))
+        assert float(moved[:place].max()) < 1e-12
+        assert float(moved[place]) > 1e-3
+
+
+@own_families
+def test_a_plain_model_needs_no_settings_of_recall(family: str, tmp_path: Path) -> None:
+    network = build(family).network.eval()
+    kinds = {type(module).__name__ for module in network.modules()}
+    assert not kinds & {"CausalAttention", "Memory", "ShortConvolution"}
+    network.save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    for name in ("convolution_width", "memory_heads", "attention_every", "attention_heads"):
+        del config[name]
+    file.write_text(json.dumps(config))
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert torch.equal(loaded(tokens()).logits, network(tokens()).logits)
+
+
+@own_families
+def test_every_second_block_of_a_hybrid_has_attention(family: str) -> None:
+    layers = build(family, num_hidden_layers=5, **HYBRID).network.model.layers
+    found = [isinstance(layer.mixer, CausalAttention) for layer in layers]
+    assert found == [False, True, False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"memory_heads": 3}, r"hidden_size = 64 is not a multiple of memory_heads = 3\."),
+        ({"attention_every": 1}, r"attention_every = 1 leaves no block of eigenstates\."),
+        ({"convolution_width": -4}, r"convolution_width = -4: expected a whole number of at least"),
+        ({"memory_head": 4}, r"memory_head is unknown .* Did you mean memory_heads\?"),
+    ],
+    ids=str,
+)
+def test_wrong_settings_of_recall_are_named(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        shape_from(SHAPES["ten"] | settings, where="model.json")

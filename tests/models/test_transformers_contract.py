@@ -42,14 +42,14 @@ DEVIATIONS: dict[str, dict[str, float | None]] = {
         **{"o_proj": None, "fc1": 0.02, "fc2": 0.02},
     },
     "resonance": {
-        "tokens": 0.02,
-        "positions": 0.02,
+        "embed_tokens": 0.02,
+        "embed_positions": 0.02,
         "resonators.weight.magnitude": 0.0,  # all are 1
         "resonators.interference": INTERFERENCE_RANGE,
         "gate": 0.02,
         "output": None,
-        "up": 0.02,
-        "down": None,
+        "ffn_in": 0.02,
+        "ffn_out": None,
     },
     "ten": {
         "embed_tokens": 0.02,
