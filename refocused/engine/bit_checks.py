@@ -82,7 +82,7 @@ class BitChecks:
 
     def after_update(self) -> None:
         """Take the digest of the updated state."""
-        self._state = _storages(_state_of(self._engine))
+        self._state = _state_of(self._engine)
         self._digest = digest(self._state)
 
     def forget(self) -> None:
@@ -137,26 +137,26 @@ def digest(tensors: Iterable[Tensor]) -> Tensor:
     return torch.stack([one.to(sums[0].device, non_blocking=True) for one in sums])
 
 
-def _state_of(engine: Any) -> Iterator[Tensor]:
-    """Yield this rank's weights, buffers, float32 masters and the optimizer's states."""
+def _state_of(engine: Any) -> list[Tensor]:
+    """Return the bytes `[n]` of this rank's state, each storage once, those of GPUs first.
+
+    It is the weights, buffers, float32 masters and the optimizer's states.
+    """
+    state: list[Tensor] = list(engine.module.buffers())
     for weight in engine.module.parameters():
-        yield getattr(weight, "ds_tensor", weight.data)
+        state.append(getattr(weight, "ds_tensor", weight.data))
         if getattr(weight, "ds_persist", False):
-            yield weight.data  # gathered until the next update
-    yield from engine.module.buffers()
+            state.append(weight.data)  # gathered until the next update
     optimizer = engine.optimizer
     for master, states in getattr(optimizer, "optimizer", optimizer).state.items():
-        yield from (master.data, *(one for one in states.values() if isinstance(one, Tensor)))
-
-
-def _storages(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return the bytes `[n]` of each storage below some tensors, once, those of GPUs first."""
-    found = {}
-    for one in tensors:
-        storage, raw = one.untyped_storage(), torch.empty(0, dtype=torch.uint8, device=one.device)
+        state += [master.data, *(one for one in states.values() if isinstance(one, Tensor))]
+    storages = {}
+    for tensor in state:
+        storage = tensor.untyped_storage()
         if storage.nbytes():
-            found[one.device, storage.data_ptr()] = raw.set_(storage)
-    return sorted(found.values(), key=lambda one: one.device.type, reverse=True)
+            raw = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+            storages[tensor.device, storage.data_ptr()] = raw
+    return sorted(storages.values(), key=lambda raw: raw.device.type, reverse=True)
 
 
 class _Pass:

@@ -14,7 +14,7 @@ beside each covers it. With a new version, leave one out: if its test passes, th
     count_waits               collectives, to time them                  slow_ranks
     guard_partitioned         the host's check of the gradient norm      waits
     hold_as_zero_3            torch's linear function, early             compiled -k one_graph
-    without_regathering       a gather after each save                   gathered_weights
+    without_regathering       a gather after each save                   traffic -k save
     gathered_once             a gather in each forward pass              traffic -k sample
     unreduced                 the reduction of a replayed gradient       bit_checks
 
@@ -235,21 +235,14 @@ def hold_as_zero_3(block: nn.Module) -> None:
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
     nn.functional.linear = linear.zero3_linear_wrap
-    linear.is_zero_param = _has_status
+    # DeepSpeed looks for `ds_id`. torch 2.11 guards the value of a number that `hasattr` finds, and
+    # each parameter has its own: every block would get graphs of its own, up to torch's limit.
+    linear.is_zero_param = lambda parameter: hasattr(parameter, "ds_status")
     for parameter in block.parameters():
         parameter.ds_status = ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
     for module in block.modules():
         ensure_zero_ordered_dict(module)
         module._parameters._in_forward = True  # type: ignore[attr-defined]
-
-
-def _has_status(parameter: Tensor) -> bool:
-    """Return whether stage 3 holds a parameter.
-
-    DeepSpeed looks for `ds_id`. torch 2.11 guards the value of a number that `hasattr` finds, and
-    each parameter has its own: every block would get graphs of its own, up to torch's limit.
-    """
-    return hasattr(parameter, "ds_status")
 
 
 @contextlib.contextmanager

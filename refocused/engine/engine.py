@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import io
 import math
 from collections.abc import Callable, Iterator
@@ -11,7 +10,7 @@ from typing import Any
 
 import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
-from torch import Tensor, nn
+from torch import Tensor
 
 from refocused.engine import deepspeed_patches, shard_files
 from refocused.engine.bit_checks import BitChecks
@@ -90,18 +89,18 @@ class Engine:
             labels: The next tokens `[B, T]`; -100 is not counted.
             weight: Of the loss; 1 if all micro-batches of the step have the same number of labels.
         """
-        train = functools.partial(self._accumulate, input_ids, labels, weight)
-        return train() if self._checks is None else self._checks.accumulate(train)
 
-    def _accumulate(self, input_ids: Tensor, labels: Tensor, weight: float) -> Tensor:
-        self.meter.begin("forward")
-        loss = self._loss(input_ids, labels)
-        loss = loss * (weight + (loss - loss).detach())  # a non-finite loss becomes NaN
-        self.meter.begin("backward")
-        self._engine.backward(loss * deepspeed_patches.loss_factor(self._engine.optimizer))
-        if not self._engine.is_gradient_accumulation_boundary():
-            self._engine.step()
-        return loss.detach()
+        def train() -> Tensor:
+            self.meter.begin("forward")
+            loss = self._loss(input_ids, labels)
+            loss = loss * (weight + (loss - loss).detach())  # a non-finite loss becomes NaN
+            self.meter.begin("backward")
+            self._engine.backward(loss * deepspeed_patches.loss_factor(self._engine.optimizer))
+            if not self._engine.is_gradient_accumulation_boundary():
+                self._engine.step()
+            return loss.detach()
+
+        return train() if self._checks is None else self._checks.accumulate(train)
 
     def update(self, learning_rate: float, judge: Judge | None = None) -> UpdateOutcome:
         """Apply the accumulated gradient, if it is finite on all ranks.
@@ -128,8 +127,15 @@ class Engine:
         return outcome
 
     def _update(self, judge: Judge | None) -> UpdateOutcome:
-        if self._is_plain and not self._clip_plain():
-            return UpdateOutcome(False)
+        if self._is_plain:  # stage 0 in float32, where DeepSpeed discards the norm
+            norm = torch.nn.utils.clip_grad_norm_(
+                self._engine.module.parameters(), self._engine.gradient_clipping() or math.inf
+            )
+            self._engine._global_grad_norm = norm
+            if self._guard is not None:
+                self._guard.check(norm)
+            elif not torch.isfinite(norm):
+                return UpdateOutcome(False)
         try:
             self._engine.step()
         except Exception as error:  # DeepSpeed raises a bare Exception
@@ -146,9 +152,19 @@ class Engine:
         return UpdateOutcome(not getattr(self._engine.optimizer, "overflow", False), figures)
 
     def histograms(self) -> list[Histogram]:
-        """Describe weights and gradients, between the last `accumulate` and the `update`."""
-        scale = self.loss_scale() or 1.0
-        return histograms_of(self._engine.module, gradient_scale=scale)
+        """Describe weights and gradients, between the last `accumulate` and the `update`.
+
+        Collective. Gathers one parameter at a time in float32. Gradients are of the whole step,
+        before clipping, without fp16's loss scale. Non-finite tensors have no histogram.
+        """
+        histograms, scale = [], self.loss_scale() or 1.0
+        for name, parameter in self._engine.module.named_parameters():
+            master = safe_get_full_fp32_param(parameter)  # None at stage 0
+            weights = parameter if master is None else master
+            histograms.append(histogram_of(f"weights/{name}", weights))
+            if (gradient := safe_get_full_grad(parameter)) is not None:
+                histograms.append(histogram_of(f"gradients/{name}", gradient, scale=scale))
+        return [histogram for histogram in histograms if histogram is not None]
 
     def gradient_norm(self) -> float | None:
         """Return the last step's global gradient norm before clipping, if known."""
@@ -302,37 +318,6 @@ class Engine:
     def close(self) -> None:
         """Release the engine's memory and hooks."""
         self._engine.destroy()
-
-    def _clip_plain(self) -> bool:
-        """Clip at stage 0 in float32, where DeepSpeed discards the norm; False: skip the update.
-
-        With a guard, which decides on the device, always True.
-        """
-        norm = torch.nn.utils.clip_grad_norm_(
-            self._engine.module.parameters(), self._engine.gradient_clipping() or math.inf
-        )
-        self._engine._global_grad_norm = norm
-        if self._guard is None:
-            return bool(torch.isfinite(norm))
-        self._guard.check(norm)
-        return True
-
-
-def histograms_of(module: nn.Module, *, gradient_scale: float) -> list[Histogram]:
-    """Describe a model between its last backward pass and the update; collective.
-
-    Gathers one parameter at a time in float32. Gradients, of the whole step and before clipping,
-    are divided by `gradient_scale`. Non-finite tensors have no histogram.
-    """
-    histograms = []
-    for name, parameter in module.named_parameters():
-        weights = safe_get_full_fp32_param(parameter)  # None at stage 0
-        histograms.append(
-            histogram_of(f"weights/{name}", parameter if weights is None else weights)
-        )
-        if (gradient := safe_get_full_grad(parameter)) is not None:
-            histograms.append(histogram_of(f"gradients/{name}", gradient, scale=gradient_scale))
-    return [histogram for histogram in histograms if histogram is not None]
 
 
 def histogram_of(name: str, values: Tensor, *, scale: float = 1.0) -> Histogram | None:

@@ -90,26 +90,18 @@ def saved_fragments(
 ) -> Iterator[Fragment]:
     """Yield the fragments of all trained parameters; those of one parameter in its order.
 
-    `states` are those of each rank below `OPTIMIZER`, under ZeRO 1, 2 or 3. Raises CheckpointError
-    if a rank has more or fewer elements than its part of the parameters.
-    """
-    if states and SHARDED_MASTERS in states[0]:
-        for rank, state in enumerate(states):
-            sizes = [group.numel() for group in state[SHARDED_MASTERS]]
-            yield from sharded_fragments(sizes, shapes, rank=rank, ranks=len(states))
-    else:
-        yield from _partitioned(states)
-
-
-def _partitioned(states: Sequence[Mapping[str, Any]]) -> Iterator[Fragment]:
-    """Yield the fragments of ZeRO 1 and 2, from the addresses in the files.
-
-    A group's parameters are concatenated and split into equal parts, padded at the end, so a
-    rank's fragment continues the previous rank's (`_create_param_mapping` in DeepSpeed's
-    runtime/zero/stage_1_and_2.py).
+    `states` are those of each rank below `OPTIMIZER`, under ZeRO 1, 2 or 3. Those of ZeRO 1 and 2
+    have addresses: a group's parameters are concatenated and split into equal parts, padded at the
+    end, so a rank's fragment continues the previous rank's (`_create_param_mapping` in DeepSpeed's
+    runtime/zero/stage_1_and_2.py). Raises CheckpointError if a rank has more or fewer elements than
+    its part of the parameters.
     """
     reached: dict[str, int] = {}
     for rank, state in enumerate(states):
+        if SHARDED_MASTERS in state:
+            sizes = [group.numel() for group in state[SHARDED_MASTERS]]
+            yield from sharded_fragments(sizes, shapes, rank=rank, ranks=len(states))
+            continue
         for group, mapping in enumerate(state[_SLICES]):
             for name, address in mapping.items():
                 start, size = reached.get(name, 0), address["numel"]

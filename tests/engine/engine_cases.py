@@ -1,10 +1,13 @@
 """Small trainings to compare: the same batches with the engine and with a plain loop."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
+import pytest
 import torch
 import transformers
 from small_families import VOCABULARY, build
@@ -15,13 +18,13 @@ from refocused.config.deepspeed import deepspeed_config
 from refocused.config.optimization import OptimizerConfig, PrecisionConfig, ZeroConfig
 from refocused.engine.build_engine import build_engine
 from refocused.engine.engine import Engine
+from refocused.engine.finite_updates import Judge, UpdateOutcome
 from refocused.models.causal_lm import CausalLM, counted_parameters
 from refocused.models.fp8 import compute_in_fp8
 from refocused.system.world import World
 
 STEPS = 6
 SAVED_AT = 3
-DESCRIBED_AT = (0, 4)
 MICRO, ACCUMULATION, RANKS = 2, 2, 2
 LENGTH = 32
 DOCUMENT = 7  # begins a document, where they are masked
@@ -72,47 +75,6 @@ class Case:
             if value != field.default:
                 parts.append(field.name if value is True else f"{field.name}_{value}")
         return "-".join(parts)
-
-
-EXACT = [
-    *(Case(stage, family) for family in ("gpt2", "gpt_neox") for stage in (0, 1, 2, 3)),
-    *(Case(stage, "resonance") for stage in (0, 3)),
-    *(Case(stage, "ten") for stage in (0, 3)),
-    *(Case(3, family) for family in ("qwen3", "nanochat")),
-    Case(1, offload_optimizer="cpu"),
-    Case(2, offload_optimizer="cpu"),
-    Case(3, offload_optimizer="cpu"),
-    Case(3, "gpt_neox", offload_optimizer="cpu", offload_parameters="cpu"),
-    *(Case(stage, grows=True) for stage in (0, 1, 3)),
-    Case(2, offload_optimizer="cpu", grows=True),
-]
-HALF = [
-    *(Case(stage, dtype="bf16", resumes=True) for stage in (0, 1, 2, 3)),
-    Case(1, "gpt_neox", "bf16"),
-    Case(3, "gpt_neox", "bf16"),
-    Case(3, "resonance", "bf16"),
-    Case(1, dtype="bf16", offload_optimizer="cpu", resumes=True),
-    Case(3, dtype="bf16", offload_optimizer="cpu", offload_parameters="cpu", resumes=True),
-    *(Case(stage, dtype="fp16") for stage in (0, 1, 2, 3)),
-]
-WARMED = Case(0, dtype="bf16", undoes_warm_up=False)
-OVERFLOWING = [
-    Case(stage, dtype="fp16", initial_scale_power=20, resumes=True) for stage in (0, 1, 3)
-]
-LOOKING = [Case(stage, family, dropout=0.5) for stage, family in ((0, "gpt2"), (3, "gpt_neox"))]
-REFUSING = [
-    *(Case(stage) for stage in (0, 1, 2, 3)),
-    *(Case(stage, dtype="bf16") for stage in (0, 1, 3)),
-    Case(1, dtype="fp16"),
-    Case(3, offload_optimizer="cpu"),
-]
-STARTING = [
-    *(Case(stage, dtype=dtype) for stage in (0, 1, 2, 3) for dtype in ("fp32", "bf16")),
-    Case(3, "gpt_neox", "bf16"),
-    Case(3, offload_optimizer="cpu", offload_parameters="cpu"),
-]
-DROPPING = Case(3, dropout=0.2, resumes=True)
-CASES = [*EXACT, *HALF, WARMED, DROPPING, *OVERFLOWING]
 
 
 def start_engine(
@@ -169,17 +131,65 @@ def start_engine(
     )
 
 
-def passes_of(step: int, *, grows: bool) -> int:
-    """Return the passes that a step has."""
-    return 1 if grows and step < 3 else ACCUMULATION
-
-
 def sequences(steps: int = STEPS, gradient_accumulation_steps: int = ACCUMULATION) -> Tensor:
     """Tokens `[step, accumulation, rank, micro_batch_size, T + 1]` of sequences that can be
     learned."""
     draw = torch.Generator().manual_seed(7)
     shape = (steps, gradient_accumulation_steps, RANKS, MICRO, LENGTH + 1)
     return torch.randint(4, shape, generator=draw).cumsum(-1) * 7 % VOCABULARY
+
+
+def make_step(
+    engine: Engine,
+    passes: Tensor,
+    rate: float = 1e-3,
+    *,
+    before_update: Callable[[list[Tensor]], Judge | None] = lambda losses: None,
+) -> tuple[list[float], UpdateOutcome]:
+    """Make a step of passes `[n, B, T + 1]`; return their losses and the outcome.
+
+    `before_update` is called with the losses, and may return a judge.
+    """
+    losses = [engine.accumulate(ids[:, :-1], ids[:, 1:]) for ids in passes]
+    outcome = engine.update(rate, before_update(losses))
+    return [loss.item() for loss in losses], outcome
+
+
+def saved(engine: Engine, world: World, folder: Path) -> Path:
+    """Save an engine into a new folder."""
+    if world.is_rank_0:
+        (folder / "ranks").mkdir(parents=True)
+    world.barrier()
+    written = engine.save_shards(folder)
+    assert not written.errors, written.errors
+    world.barrier()
+    return folder
+
+
+def tensors_in(folder: Path) -> dict[str, bytes]:
+    """Return the bytes of every tensor in the files below a folder."""
+    tensors = {}
+    for path in sorted(folder.rglob("*.pt")):
+        file = torch._C.PyTorchFileReader(str(path))  # zipfile needs the CRC-32 that we omit
+        for name in file.get_all_records():
+            if name.startswith("data/"):
+                tensors[f"{path.relative_to(folder)}/{name}"] = file.get_record(name)
+    return tensors
+
+
+def mean_of_ranks(world: World, losses: list[float]) -> float:
+    return world.total([sum(losses) / len(losses)])[0] / world.world_size
+
+
+def allow_fp16() -> None:
+    """Let this process compute in fp16, which DeepSpeed refuses on many CPUs."""
+    from deepspeed.accelerator import get_accelerator
+
+    get_accelerator().is_fp16_supported = lambda: True
+
+
+def by_name(cases: list[Case]) -> Any:
+    return pytest.mark.parametrize("case", cases, ids=lambda case: case.name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,6 +200,7 @@ class PlainRun:
     norms: list[float]
 
 
+@functools.cache
 def train_plainly(
     family: str, *, kind: Literal["adamw", "muon"] = "adamw", grows: bool = False
 ) -> PlainRun:
@@ -222,7 +233,7 @@ def train_plainly(
         optimizers.append(muon)
     losses, norms = [], []
     for number, step in enumerate(sequences()):
-        ids = step[: passes_of(number, grows=grows)].reshape(-1, LENGTH + 1)
+        ids = step[: 1 if grows and number < 3 else ACCUMULATION].reshape(-1, LENGTH + 1)
         loss = model(input_ids=ids, labels=ids).loss
         model.zero_grad()
         loss.backward()

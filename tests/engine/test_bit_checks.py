@@ -1,19 +1,36 @@
 """Runs that look for flipped bits compute the same as others, and find what is flipped."""
 
+import itertools
+import random
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from bit_flips import CASES, STEP, flip_bits
-from engine_cases import LENGTH, MICRO, MUON, OPTIMIZER, RATES, Case, sequences, start_engine
+from engine_cases import (
+    LENGTH,
+    MICRO,
+    MUON,
+    OPTIMIZER,
+    RATES,
+    Case,
+    allow_fp16,
+    by_name,
+    make_step,
+    saved,
+    sequences,
+    start_engine,
+)
 from ranks import on_ranks
+from torch import Tensor
 
 from refocused.engine.bit_checks import digest
 from refocused.engine.compiled import compile_blocks
 from refocused.engine.engine import Engine
 from refocused.models.causal_lm import CausalLM
+from refocused.system.errors import TrainingError
 from refocused.system.world import World
 
 EQUAL = [
@@ -58,19 +75,109 @@ def start(case: Case, world: World, *, replay_every: int | None) -> Engine:
 
 
 def train(case: Case, world: World, *, replay_every: int | None) -> list[Any]:
-    """Make all steps; return the bits of losses and norms, and the random states."""
+    """Make steps; return losses, norms and outcomes, and the random state."""
     engine = start(case, world, replay_every=replay_every)
     records: list[Any] = []
+    batches = sequences(gradient_accumulation_steps=case.gradient_accumulation_steps)
     for step, rate in enumerate(RATES[:4]):
-        passes = sequences(gradient_accumulation_steps=case.gradient_accumulation_steps)[
-            step, :, world.rank
-        ]
-        losses = [engine.accumulate(ids[:, :-1], ids[:, 1:]).item().hex() for ids in passes]
-        outcome = engine.update(rate)
+        losses, outcome = make_step(engine, batches[step, :, world.rank], rate)
         outcome.explain(step)
         records.append([losses, str(engine.gradient_norm()), outcome.was_finite()])
     engine.close()
     return [*records, torch.rand(1).item()]
+
+
+# The host skips updates in fp16, the device in the others.
+FLIPPED = [Case(0), Case(1, dtype="bf16"), Case(2, dtype="fp16"), Case(3, "gpt_neox")]
+KINDS = ("pass", "state")
+STEP = 7  # named by the messages
+
+
+def flip_bits(world: World, flips: int) -> list[Any]:
+    """Flip bits one by one in engines of all cases; return what came of each.
+
+    That is its kind and its rank, and the errors of the step before it and of its own.
+    """
+    allow_fp16()
+    found = []
+    for place, case in enumerate(FLIPPED):
+        engine = start_engine(case, world, replay_every=1)
+        good = flipped_step(engine, world)
+        shards = saved(engine, world, Path.cwd() / case.name)
+        for number in range(flips):
+            draw = random.Random(f"{case.name} {number}")  # alike on all ranks until the flip
+            rank, kind = draw.randrange(world.world_size), KINDS[(place + number) % 2]
+            is_here = rank == world.rank
+            told = in_pass if kind == "pass" else in_state
+            found.append([kind, rank, good, told(engine, world, draw, is_here=is_here)])
+            engine.load_shards(shards)
+            good = flipped_step(engine, world)
+        engine.close()
+    return found
+
+
+def in_pass(engine: Engine, world: World, draw: random.Random, *, is_here: bool) -> str:
+    """Flip a bit of a layer's output, or of the gradient of that, in one of the two passes."""
+    modules = list(engine._engine.module.modules())[1:]
+    layers = [one for one in modules if not list(one.children()) and list(one.parameters())]
+    layer, flipped_pass, of_gradient = draw.choice(layers), draw.randrange(2), draw.randrange(2)
+    passes = itertools.count()
+
+    def hook(module: Any, inputs: Any, output: Tensor) -> None:
+        if next(passes) != flipped_pass or not is_here:
+            return
+        if of_gradient and output.dim():  # the gradient of the loss is given to both passes
+            output.register_hook(lambda gradient: flip(gradient.contiguous().clone(), draw))
+        else:
+            flip(output, draw)
+
+    handle = layer.register_forward_hook(hook)
+    found = flipped_step(engine, world)
+    handle.remove()
+    return found
+
+
+def in_state(engine: Engine, world: World, draw: random.Random, *, is_here: bool) -> str:
+    """Flip a bit of a weight, a master, a moment or a counter, before or after the passes."""
+    values, is_early = draw.choice(state_of(engine)), draw.randrange(2)
+
+    def act() -> None:
+        if is_here:
+            flip(values, draw)
+
+    if is_early:
+        act()
+    return flipped_step(engine, world, before_update=lambda: None if is_early else act())
+
+
+def flipped_step(
+    engine: Engine, world: World, *, before_update: Callable[[], None] = lambda: None
+) -> str:
+    """Make a step of one pass; return whether its update was made and the error, or nothing."""
+    engine.begin_step(1)
+    passes = sequences()[0, :1, world.rank]
+    _, outcome = make_step(engine, passes, before_update=lambda losses: before_update())
+    try:
+        outcome.explain(STEP)
+    except TrainingError as error:
+        return f"{outcome.was_finite()}: {error}"
+    return ""
+
+
+def flip(values: Tensor, draw: random.Random) -> Tensor:
+    """Flip one bit of a contiguous tensor in place."""
+    raw = values.detach().view(-1).view(torch.uint8)
+    raw[draw.randrange(len(raw))] ^= 1 << draw.randrange(8)
+    return values
+
+
+def state_of(engine: Engine) -> list[Tensor]:
+    """Return this rank's weights, float32 masters, moments and counters."""
+    optimizer = engine._engine.optimizer
+    states = getattr(optimizer, "optimizer", optimizer).state
+    weights = [getattr(one, "ds_tensor", one.data) for one in engine._engine.module.parameters()]
+    moments = [one for values in states.values() for one in values.values()]
+    return [*weights, *(one.data for one in states), *moments]
 
 
 def measure(world: World) -> dict[str, Any]:
@@ -99,7 +206,7 @@ def test_a_digest_changes_with_any_bit() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [*EQUAL, *COMPILED], ids=lambda case: case.name)
+@by_name([*EQUAL, *COMPILED])
 def test_checks_change_no_bit_of_a_training(found: list[dict[str, Any]], case: Case) -> None:
     for rank in found:
         plain, checked = rank[case.name]
@@ -121,7 +228,7 @@ def check_flips(told: list[list[Any]], *, flips: int) -> None:
 @pytest.mark.slow
 def test_flips_are_found_on_every_rank_alike(found: list[dict[str, Any]]) -> None:
     first, second = found
-    check_flips(first["flips"], flips=FLIPS_OF_A_CASE * len(CASES))
+    check_flips(first["flips"], flips=FLIPS_OF_A_CASE * len(FLIPPED))
     assert first["flips"] == second["flips"]
 
 

@@ -11,6 +11,8 @@ from engine_cases import (
     MICRO,
     RATES,
     Case,
+    by_name,
+    make_step,
     sequences,
     start_engine,
     train_plainly,
@@ -159,16 +161,13 @@ def train(case: Case, world: World, *, compiled: bool) -> dict[str, Any]:
     )
     torch.manual_seed(world.rank)
     losses, graphs = [], []
-    batches = sequences()
+    batches = sequences()[:, :, world.rank]
     if case.masked:
         batches[batches % 8 == 0] = DOCUMENT
-    for step, rate in enumerate(RATES):
-        for accumulated in batches[step]:
-            ids = accumulated[world.rank]
-            losses.append(engine.accumulate(ids[:, :-1], ids[:, 1:]).item())
-        engine.update(rate)
+    for passes, rate in zip(batches, RATES, strict=True):
+        losses += make_step(engine, passes, rate)[0]
         graphs.append(counters["stats"]["unique_graphs"])
-    ids = batches[0, 0, world.rank]
+    ids = batches[0, 0]
     validated = [engine.validation_loss(ids[:, :-1], ids[:, 1:]).item() for _ in range(2)]
     graphs.append(counters["stats"]["unique_graphs"])
     # Other shapes, as those of the first loss and of samples.
@@ -215,11 +214,10 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
 
 
 pytestmark = pytest.mark.timeout(600)
-cases = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
 @pytest.mark.slow
-@cases
+@by_name(CASES)
 def test_compiled_blocks_train_like_uncompiled_ones(found: Found, case: Case) -> None:
     ours, written = found[case.name]["compiled"], found[case.name]["written"]
     for key in ("validated", "odd") if case.dropout else ("losses", "validated", "odd"):
@@ -229,7 +227,7 @@ def test_compiled_blocks_train_like_uncompiled_ones(found: Found, case: Case) ->
 
 
 @pytest.mark.slow
-@cases
+@by_name(CASES)
 def test_there_is_one_graph_for_training_and_one_for_validation(found: Found, case: Case) -> None:
     graphs = found[case.name]["compiled"]["graphs"]
     assert set(graphs) == {2}  # both from the trial, none later

@@ -5,36 +5,324 @@ Largest differences measured (deepspeed 0.19.8, torch 2.13, CPU, six steps, loss
 and 0.2 %. Without taking back DeepSpeed's first update bf16 at stage 0 is 8.4e-2 and 16 % away.
 """
 
-import functools
+import errno
+import itertools
 import math
+import os
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 from engine_cases import (
     ACCUMULATION,
-    CASES,
-    DESCRIBED_AT,
-    EXACT,
-    HALF,
-    LOOKING,
+    LENGTH,
     OPTIMIZER,
-    OVERFLOWING,
-    REFUSING,
+    RATES,
     SAVED_AT,
-    STARTING,
     STEPS,
-    WARMED,
     Case,
     PlainRun,
+    allow_fp16,
+    by_name,
+    make_step,
+    mean_of_ranks,
+    saved,
+    sequences,
+    start_engine,
+    tensors_in,
     train_plainly,
 )
-from engine_ranks import measure
 from ranks import on_ranks
 from small_families import VOCABULARY, build
+from torch import Tensor
+
+from refocused.engine import deepspeed_patches, state_files
+from refocused.engine.engine import Engine
+from refocused.engine.finite_updates import Judge, Limits
+from refocused.metrics.trackers import Histogram
+from refocused.system.world import World
 
 pytestmark = pytest.mark.slow
 Found = dict[str, Any]
-plain_run = functools.cache(train_plainly)
+DESCRIBED_AT = (0, 4)
+EXACT = [
+    *(Case(stage, family) for family in ("gpt2", "gpt_neox") for stage in (0, 1, 2, 3)),
+    *(Case(stage, "resonance") for stage in (0, 3)),
+    *(Case(stage, "ten") for stage in (0, 3)),
+    *(Case(3, family) for family in ("qwen3", "nanochat")),
+    Case(1, offload_optimizer="cpu"),
+    Case(2, offload_optimizer="cpu"),
+    Case(3, offload_optimizer="cpu"),
+    Case(3, "gpt_neox", offload_optimizer="cpu", offload_parameters="cpu"),
+    *(Case(stage, grows=True) for stage in (0, 1, 3)),
+    Case(2, offload_optimizer="cpu", grows=True),
+]
+HALF = [
+    *(Case(stage, dtype="bf16", resumes=True) for stage in (0, 1, 2, 3)),
+    Case(1, "gpt_neox", "bf16"),
+    Case(3, "gpt_neox", "bf16"),
+    Case(3, "resonance", "bf16"),
+    Case(1, dtype="bf16", offload_optimizer="cpu", resumes=True),
+    Case(3, dtype="bf16", offload_optimizer="cpu", offload_parameters="cpu", resumes=True),
+    *(Case(stage, dtype="fp16") for stage in (0, 1, 2, 3)),
+]
+WARMED = Case(0, dtype="bf16", undoes_warm_up=False)
+OVERFLOWING = [
+    Case(stage, dtype="fp16", initial_scale_power=20, resumes=True) for stage in (0, 1, 3)
+]
+LOOKING = [Case(stage, family, dropout=0.5) for stage, family in ((0, "gpt2"), (3, "gpt_neox"))]
+REFUSING = [
+    *(Case(stage) for stage in (0, 1, 2, 3)),
+    *(Case(stage, dtype="bf16") for stage in (0, 1, 3)),
+    Case(1, dtype="fp16"),
+    Case(3, offload_optimizer="cpu"),
+]
+STARTING = [
+    *(Case(stage, dtype=dtype) for stage in (0, 1, 2, 3) for dtype in ("fp32", "bf16")),
+    Case(3, "gpt_neox", "bf16"),
+    Case(3, offload_optimizer="cpu", offload_parameters="cpu"),
+]
+DROPPING = Case(3, dropout=0.2, resumes=True)
+CASES = [*EXACT, *HALF, WARMED, DROPPING, *OVERFLOWING]
+
+
+def train(
+    engine: Engine, world: World, steps: range, folder: Path | None, *, grows: bool = False
+) -> list[dict[str, Any]]:
+    """Make some of the steps; after `SAVED_AT` of them save, where there is a folder.
+
+    A copy made at the same time is written to another one when the steps are done.
+    """
+    records = []
+    for step in steps:
+        passes = sequences()[step, : 1 if grows and step < 3 else ACCUMULATION, world.rank]
+        if grows:
+            engine.begin_step(len(passes))
+        record: dict[str, Any] = {}
+
+        def note(losses: list[Tensor], step: int = step, into: dict[str, Any] = record) -> None:
+            into["described"] = describe(engine) if step in DESCRIBED_AT else None
+            into["scale"] = engine.loss_scale()
+
+        losses, _ = make_step(engine, passes, RATES[step], before_update=note)
+        norm = engine.gradient_norm()
+        record |= {
+            "loss": mean_of_ranks(world, losses),
+            "norm": None if norm is None or not math.isfinite(norm) else norm,
+            "skipped": engine.skipped_steps,
+        }
+        records.append(record)
+        if folder is not None and step + 1 == SAVED_AT:
+            write_copy = engine.copy_shards(copy_of(saved(engine, world, folder)))
+    if folder is not None:
+        written = write_copy()
+        assert not written.errors, written.errors
+    return records
+
+
+def describe(engine: Engine) -> dict[str, Any]:
+    """Summarize the histograms of this step over all parameters."""
+    found: dict[str, dict[str, Histogram]] = {"weights": {}, "gradients": {}}
+    for one in engine.histograms():
+        group, _, name = one.name.partition("/")
+        found[group][name] = one
+    weights, gradients = found.values()
+    return {
+        "elements": sum(sum(one.counts) for one in weights.values()),
+        "names": sorted(weights),
+        "gradient names": sorted(gradients),
+        "weights": math.sqrt(sum(one.squares for one in weights.values())),
+        "gradient": math.sqrt(sum(one.squares for one in gradients.values())),
+    }
+
+
+def copy_of(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}-copy")
+
+
+def run(case: Case, world: World, scratch: Path) -> dict[str, Any]:
+    """Train one case, and the second half of it again from its checkpoint."""
+    undo = {} if case == WARMED else {"wraps": deepspeed_patches.undo_warm_up_step}
+    with mock.patch.object(deepspeed_patches, "undo_warm_up_step", **undo):
+        engine = start_engine(case, world)
+    random = torch.randint(
+        VOCABULARY, (4, LENGTH + 1), generator=torch.Generator().manual_seed(world.rank)
+    )
+    untrained = engine.validation_loss(random[:, :-1], random[:, 1:])
+    folder = scratch / case.name
+    if case.resumes and world.is_rank_0:
+        (copy_of(folder) / "ranks").mkdir(parents=True)
+    world.barrier()
+    steps = train(
+        engine, world, range(len(RATES)), folder if case.resumes else None, grows=case.grows
+    )
+    found: dict[str, Any] = {
+        "untrained": world.total([untrained.item()])[0] / world.world_size,
+        "steps": steps,
+    }
+    engine.close()
+    if case.resumes:
+        world.barrier()
+        found["copy is the same"] = tensors_in(folder) == tensors_in(copy_of(folder))
+        found["resumed"] = []
+        for reshards in (False, True)[: 1 + (case.stage > 0)]:
+            engine = start_engine(case, world, seed=99 - reshards)
+            if reshards:
+                engine.load_resharded(folder, ranks=world.world_size)
+            else:
+                engine.load_shards(folder)
+            found["resumed"].append(train(engine, world, range(SAVED_AT, STEPS), None))
+            engine.close()
+    return found
+
+
+def look_without_training(case: Case, world: World) -> dict[str, Any]:
+    """Validate and predict between the micro-batches of a model with dropout."""
+    engine = start_engine(case, world)
+    ids = sequences()[0, 0, world.rank]
+    inputs, labels = ids[:, :-1], ids[:, 1:]
+    validations, passes = [], []
+    for _ in range(2):
+        passes.append(engine.accumulate(inputs, labels).item())
+        validations.append(engine.validation_loss(inputs, labels).item())
+    predicted = engine.next_token_logits(inputs)
+    with engine.weights_gathered():
+        held = [engine.next_token_logits(inputs) for _ in range(2)]
+    validations.append(engine.validation_loss(inputs, labels).item())
+    engine.update(1e-3)
+    plain = build(case.family).eval()
+    with torch.no_grad():
+        wanted, loss = plain.logits(inputs)[:, -1], plain(inputs, labels).item()
+    engine.close()
+    return {
+        "passes": passes,
+        "validations": validations,
+        "plain": loss,
+        "furthest logit": (predicted - wanted).abs().max().item(),
+        "held alike": all(torch.equal(predicted, again) for again in held),
+    }
+
+
+def start_from_weights(case: Case, world: World) -> dict[str, Any]:
+    """Load weights into an engine of other random ones, and look at its float32 masters."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    model = build(case.family).eval()
+    wanted = dict(model.named_parameters())
+    engine = start_engine(case, world, seed=99)
+
+    def fill(target: torch.Tensor, name: str, start: int) -> None:
+        target.copy_(wanted[name].detach().flatten()[start : start + target.numel()])
+
+    engine.load_weights(fill)
+    halves, exact = (
+        [weight for group in getattr(engine._engine.optimizer, name, []) for weight in group]
+        for name in ("fp16_groups", "fp32_groups")
+    )  # of stage 0 in 16 bits
+    masters = {id(half): master for half, master in zip(halves, exact, strict=case.stage == 0)}
+    names = dict(engine._engine.module.named_parameters())
+    is_exact = all(
+        torch.equal(
+            masters.get(id(weight), weight)
+            if case.stage == 0
+            else safe_get_full_fp32_param(weight),
+            wanted[name],
+        )
+        for name, weight in names.items()
+    )
+    ids = sequences()[0, 0, world.rank]
+    loss = engine.validation_loss(ids[:, :-1], ids[:, 1:]).item()
+    with torch.no_grad():
+        plain = model(ids[:, :-1], ids[:, 1:]).item()
+    engine.close()
+    return {"exact": is_exact, "loss": loss, "plain": plain}
+
+
+def refuse_what_is_not_finite(case: Case, world: World) -> dict[str, Any]:
+    """Make a step, then one with an infinite loss of finite gradient on rank 1, then a good one."""
+    engine = start_engine(case, world)
+    seen = sequences()[0, 0, 0]  # the same on every rank
+
+    def validate() -> float:
+        return engine.validation_loss(seen[:, :-1], seen[:, 1:]).item()
+
+    made, losses, passes = [], [validate()], itertools.count()
+    spoiled = ACCUMULATION if world.rank == 1 else None  # the first pass of step 1
+    engine._engine.module.register_forward_hook(
+        lambda module, inputs, loss: (
+            loss + math.inf if module.training and next(passes) == spoiled else loss
+        )
+    )
+    for step in sequences()[:3, :, world.rank]:
+        made.append(make_step(engine, step, 1e-2)[1])
+        losses.append(validate())
+    engine.close()
+    return {"made": world.gather([outcome.was_finite() for outcome in made]), "losses": losses}
+
+
+def skip_a_spike(case: Case, world: World) -> dict[str, Any]:
+    """Make steps 0, 1 and 2, of which 1 is skipped; then 0 and 2 alone in a new engine."""
+    found: dict[str, Any] = {}
+    for steps in ((0, 1, 2), (0, 2)):
+        engine = start_engine(case, world)
+        seen, losses, outcomes = sequences()[0, 0, 0], [], []
+        for step in steps:
+            limits = Limits(loss=0.0 if step == 1 else math.inf, skips=True)
+            _, outcome = make_step(
+                engine,
+                sequences()[step, :, world.rank],
+                1e-2,
+                before_update=lambda losses, limits=limits: Judge(  # type: ignore[misc]
+                    torch.stack(losses).mean(), limits
+                ),
+            )
+            assert outcome.was_finite()
+            outcomes.append(world.gather(outcome.figures()))
+            losses.append(engine.validation_loss(seen[:, :-1], seen[:, 1:]).item())
+        found |= {"can skip": engine.can_skip, f"{len(steps)} steps": losses}
+        if len(steps) == 3:
+            found |= {"figures": outcomes[1], "norm": engine.gradient_norm()}
+        engine.close()
+    return found
+
+
+def save_on_a_failing_disk(world: World, scratch: Path) -> dict[str, Any]:
+    """Save with a full disk on rank 1, and once more with room."""
+    engine = start_engine(Case(3), world)
+    full = {"side_effect": OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))}
+    found = {}
+    for attempt in ("full", "good"):
+        folder = scratch / attempt
+        if world.is_rank_0:
+            (folder / "ranks").mkdir(parents=True)
+        world.barrier()
+        fails = attempt == "full" and world.rank == 1
+        with mock.patch.object(state_files, "save_hashed", **full) if fails else nullcontext():
+            written = engine.save_shards(folder)
+        found[attempt] = {
+            "files": sorted(str(file.path.relative_to(folder)) for file in written.files),
+            "errors": [error.errno for error in written.errors],
+            "sizes_are_true": all(f.path.stat().st_size == f.size for f in written.files),
+        }
+    engine.close()
+    return found
+
+
+def measure(world: World) -> dict[str, Any]:
+    folder = Path.cwd()
+    allow_fp16()
+    found: dict[str, Any] = {case.name: run(case, world, folder) for case in CASES}
+    for case in LOOKING:
+        found[f"look {case.name}"] = look_without_training(case, world)
+    for case in STARTING:
+        found[f"start {case.name}"] = start_from_weights(case, world)
+    for case in REFUSING:
+        found[f"refuse {case.name}"] = refuse_what_is_not_finite(case, world)
+        found[f"skip {case.name}"] = skip_a_spike(case, world)
+    return found | {"failing disk": world.gather(save_on_a_failing_disk(world, folder))}
 
 
 @pytest.fixture(scope="module")
@@ -44,10 +332,6 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     found, _ = on_ranks(measure, folder=folder)
     printed = [file.read_text() for file in folder.glob("ranks-*/*")]
     return {**found, "printed": "\n".join(printed)}
-
-
-def named(cases: list[Case]) -> Any:
-    return pytest.mark.parametrize("case", cases, ids=lambda case: case.name)
 
 
 def column(steps: list[dict[str, float]], key: str) -> list[float]:
@@ -61,23 +345,23 @@ def loss_difference(steps: list[dict[str, float]], plain: PlainRun) -> float:
 def test_the_plain_loop_learns_and_is_clipped_at_every_step() -> None:
     assert ACCUMULATION > 1
     for family in ("gpt2", "gpt_neox"):
-        plain = plain_run(family)
+        plain = train_plainly(family)
         assert plain.losses[-1] < plain.losses[0] - 0.5
         assert min(plain.norms) > OPTIMIZER.clip
 
 
-@named(EXACT)
+@by_name(EXACT)
 def test_float32_trains_as_the_plain_loop_does(found: Found, case: Case) -> None:
-    steps, plain = found[case.name]["steps"], plain_run(case.family, grows=case.grows)
+    steps, plain = found[case.name]["steps"], train_plainly(case.family, grows=case.grows)
     assert loss_difference(steps, plain) < 1e-5
     assert column(steps, "norm") == pytest.approx(plain.norms, rel=1e-5)
     assert column(steps, "scale") == [None] * STEPS
     assert column(steps, "skipped") == [0] * STEPS
 
 
-@named(HALF)
+@by_name(HALF)
 def test_half_precision_stays_close_to_the_plain_loop(found: Found, case: Case) -> None:
-    steps, plain = found[case.name]["steps"], plain_run(case.family)
+    steps, plain = found[case.name]["steps"], train_plainly(case.family)
     # Norms differ most in the last step, where the loss falls fastest: 0.010 (fp16), before 0.0007.
     within, norm_within = (0.01, 0.05) if case.dtype == "bf16" else (1e-3, 0.02)
     assert loss_difference(steps, plain) < within
@@ -86,7 +370,7 @@ def test_half_precision_stays_close_to_the_plain_loop(found: Found, case: Case) 
     assert column(steps, "skipped") == [0] * STEPS
 
 
-@named([*EXACT, *HALF])
+@by_name([*EXACT, *HALF])
 def test_histograms_are_of_all_weights_and_of_the_whole_gradient(found: Found, case: Case) -> None:
     model = build(case.family)
     names = sorted(name for name, _ in model.named_parameters())
@@ -101,7 +385,7 @@ def test_histograms_are_of_all_weights_and_of_the_whole_gradient(found: Found, c
     assert second["weights"] != first["weights"]
 
 
-@named(STARTING)
+@by_name(STARTING)
 def test_an_engine_starts_from_given_weights_with_exact_masters(found: Found, case: Case) -> None:
     started = found[f"start {case.name}"]
     assert started["exact"]
@@ -110,30 +394,24 @@ def test_an_engine_starts_from_given_weights_with_exact_masters(found: Found, ca
 
 
 def test_bf16_at_stage_0_needs_deepspeeds_first_update_undone(found: Found) -> None:
-    assert loss_difference(found[WARMED.name]["steps"], plain_run("gpt2")) > 0.05
+    assert loss_difference(found[WARMED.name]["steps"], train_plainly("gpt2")) > 0.05
 
 
-@named(CASES)
+@by_name(CASES)
 def test_an_untrained_engine_guesses_uniformly(found: Found, case: Case) -> None:
     assert found[case.name]["untrained"] == pytest.approx(math.log(VOCABULARY), abs=0.1)
 
 
-@named([case for case in CASES if case.resumes])
-def test_a_new_engine_continues_bit_for_bit_from_the_shards(found: Found, case: Case) -> None:
-    assert found[case.name]["resumed"] == found[case.name]["steps"][SAVED_AT:]
+@by_name([case for case in CASES if case.resumes])
+def test_a_new_engine_continues_bit_for_bit_from_shards_and_resharded(
+    found: Found, case: Case
+) -> None:
+    resumed = found[case.name]["resumed"]
+    assert resumed == [found[case.name]["steps"][SAVED_AT:]] * (1 if case.stage == 0 else 2)
+    assert found[case.name]["copy is the same"]  # one written after later steps
 
 
-@named([case for case in CASES if case.resumes])
-def test_a_copy_written_later_has_the_tensors_of_its_step(found: Found, case: Case) -> None:
-    assert found[case.name]["copy is the same"]
-
-
-@named([case for case in CASES if case.resumes and case.stage > 0])
-def test_states_resharded_to_as_many_ranks_continue_bit_for_bit(found: Found, case: Case) -> None:
-    assert found[case.name]["resharded"] == found[case.name]["steps"][SAVED_AT:]
-
-
-@named(OVERFLOWING)
+@by_name(OVERFLOWING)
 def test_an_overflow_skips_the_update_and_lowers_the_scale(found: Found, case: Case) -> None:
     steps = found[case.name]["steps"]
     scales, skipped, norms = (column(steps, key) for key in ("scale", "skipped", "norm"))
@@ -155,7 +433,7 @@ def test_skipped_updates_leave_the_weights_alone(found: Found) -> None:
     assert losses[3][1] > trained[1]["loss"] + 0.05  # the same batch after one real update
 
 
-@named(REFUSING)
+@by_name(REFUSING)
 def test_a_non_finite_loss_on_one_rank_updates_no_weights(found: Found, case: Case) -> None:
     refused = found[f"refuse {case.name}"]
     untrained, trained, spoiled, after = refused["losses"]
@@ -168,7 +446,7 @@ def test_a_non_finite_loss_on_one_rank_updates_no_weights(found: Found, case: Ca
     assert (after == spoiled) != on_the_host
 
 
-@named(REFUSING)
+@by_name(REFUSING)
 def test_a_skipped_spike_changes_nothing_but_the_count_of_steps(found: Found, case: Case) -> None:
     skipped = found[f"skip {case.name}"]
     on_the_host = case.dtype == "fp16" or case.offload_optimizer != "none"
@@ -184,7 +462,7 @@ def test_a_skipped_spike_changes_nothing_but_the_count_of_steps(found: Found, ca
     assert loss > 3 and math.isfinite(norm) and norm > 0
 
 
-@named(LOOKING)
+@by_name(LOOKING)
 def test_validation_has_no_dropout_and_does_not_affect_training(found: Found, case: Case) -> None:
     looked = found[f"look {case.name}"]
     assert looked["validations"] == pytest.approx([looked["plain"]] * 3, abs=1e-6)

@@ -7,7 +7,16 @@ from typing import Any, Literal
 import pytest
 import torch
 import torch.distributed as dist
-from engine_cases import ACCUMULATION, SAVED_AT, STEPS, Case, sequences, start_engine
+from engine_cases import (
+    ACCUMULATION,
+    SAVED_AT,
+    STEPS,
+    Case,
+    make_step,
+    saved,
+    sequences,
+    start_engine,
+)
 from ranks import on_ranks
 
 from refocused.engine.engine import Engine
@@ -35,40 +44,32 @@ def measure(world: World) -> dict[str, Any]:
     found: dict[str, Any] = {}
     engines: dict[str, Engine] = {}
     for partition in PARTITIONS:
-        if world.is_rank_0:
-            (folder / partition / "ranks").mkdir(parents=True)
-        world.barrier()
         case = Case(3, gradient_accumulation_steps=2 * ACCUMULATION, partition=partition)
         engines[partition] = start_engine(case, world, fragment={"zero_optimization": GATHERING})
         engine = engines[partition]
         engine._engine.backward = _watching(engine._engine.backward)
         PASSES.clear()
         losses = _train(engine, world, 0, SAVED_AT)
-        engine.save_shards(folder / partition)
+        saved(engine, world, folder / partition)
         losses += _train(engine, world, SAVED_AT, STEPS)
         found[partition] = {"losses": losses, "passes": list(PASSES)}
     ids = sequences()[0, 0, world.rank % 2]
-    for saved, partition in (PARTITIONS, PARTITIONS[::-1]):
+    for source, partition in (PARTITIONS, PARTITIONS[::-1]):
         engine = engines[partition]
         engine.validation_loss(ids[:, :-1], ids[:, 1:])  # fills the nodes' copies
-        engine.load_shards(folder / saved)
-        found[f"{saved} to {partition}"] = _train(engine, world, SAVED_AT, STEPS)
+        engine.load_shards(folder / source)
+        found[f"{source} to {partition}"] = _train(engine, world, SAVED_AT, STEPS)
         engine.validation_loss(ids[:, :-1], ids[:, 1:])
-        engine.load_resharded(folder / saved, ranks=RANKS)
-        found[f"{saved} to {partition}, resharded"] = _train(engine, world, SAVED_AT, STEPS)
+        engine.load_resharded(folder / source, ranks=RANKS)
+        found[f"{source} to {partition}, resharded"] = _train(engine, world, SAVED_AT, STEPS)
     groups = dist.distributed_c10d._world.pg_map  # type: ignore[attr-defined]
     backends = [group._get_backend(torch.device("cpu")) for group in groups]
     return found | {"seconds": [one.options._timeout.total_seconds() for one in backends]}
 
 
 def _train(engine: Engine, world: World, first: int, end: int) -> list[float]:
-    losses = []
-    for step in sequences()[first:end]:
-        for accumulated in step:
-            ids = accumulated[world.rank % 2]
-            losses.append(float(engine.accumulate(ids[:, :-1], ids[:, 1:])))
-        engine.update(1e-3)
-    return losses
+    batches = sequences()[first:end, :, world.rank % 2]
+    return [loss for passes in batches for loss in make_step(engine, passes)[0]]
 
 
 def _counting(function: Callable[..., Any]) -> Callable[..., Any]:

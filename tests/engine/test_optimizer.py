@@ -1,13 +1,26 @@
+"""The optimizer's groups and settings, and one update of Muon on whole matrices."""
+
 from types import SimpleNamespace
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
+from engine_cases import MOMENTA, MUON
 from small_families import build, where_attention_is
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from refocused.config.optimization import OptimizerConfig
-from refocused.engine.optimizer import build_optimizer, capture_settings
+from refocused.engine import optimizer as module
+from refocused.engine.optimizer import (
+    Moments,
+    MuonAndAdamW,
+    build_optimizer,
+    capture_settings,
+    momentum_at,
+    scaled_orthogonal,
+    set_rates,
+)
 
 
 @where_attention_is
@@ -62,3 +75,109 @@ def test_a_load_keeps_the_saved_loss_scale_and_the_configured_window(holder: str
     loaded = optimizer(1000, 32.0)
     capture_settings(optimizer(500, 65536.0))(loaded)
     assert vars(loaded)[holder] == SimpleNamespace(scale_window=500, cur_scale=32.0)
+
+
+@pytest.mark.parametrize("iterated", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", [(8, 32), (32, 8), (16, 16)])
+def test_an_update_is_nearly_orthogonal_and_as_large_as_adamws(
+    shape: tuple[int, int], iterated: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "iteration_type", lambda device: iterated)
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    update = scaled_orthogonal(matrix) / (0.2 * max(shape) ** 0.5)
+    values = torch.linalg.svdvals(update)
+    assert values.min() > 0.5 and values.max() < 1.4
+    left, _, right = torch.linalg.svd(matrix, full_matrices=False)
+    assert (
+        torch.nn.functional.cosine_similarity(update.flatten(), (left @ right).flatten(), dim=0)
+        > 0.95
+    )
+
+
+def optimizer_of(layer: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """Return the optimizer of a model whose only block is a layer."""
+    return build_optimizer(nn.Sequential(layer, nn.LayerNorm(1)), config, block_class=type(layer))
+
+
+@pytest.mark.parametrize("shape", [(8, 32), (32, 8), (16, 16)], ids=str)
+@pytest.mark.parametrize("form", ["original", "match_rms_adamw"])
+def test_updates_equal_those_of_torchs_muon_at_the_converted_rate(
+    shape: tuple[int, int], form: str
+) -> None:
+    layers = {"linear": nn.Linear(*shape[::-1], bias=False), "conv1d": Conv1D(shape[0], shape[1])}
+    start = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    theirs = nn.Parameter(start.clone())
+    for layer in layers.values():  # Conv1D stores [inputs, outputs]
+        layer.weight = nn.Parameter((start if isinstance(layer, nn.Linear) else start.T).clone())
+    rate, decay = 0.02, 0.1
+    wanted = torch.optim.Muon([theirs], lr=rate, weight_decay=decay, adjust_lr_fn=form)
+    factor = 0.2 * shape[1] ** 0.5 if form == "original" else 1.0  # shape[1]: the layer's inputs
+    config = OptimizerConfig(
+        kind="muon", lr=1.0, matrix_lr=rate / factor, weight_decay=decay * factor
+    )
+    optimizers = [optimizer_of(layer, config) for layer in layers.values()]
+    for step, draw in enumerate(torch.randn((4, *shape), generator=torch.Generator())):
+        theirs.grad = draw
+        wanted.step()
+        for layer, own in zip(layers.values(), optimizers, strict=True):
+            set_rates(own, 1.0, step=step)
+            layer.weight.grad = draw if isinstance(layer, nn.Linear) else draw.T
+            own.step()
+    moved = (theirs - start).norm()
+    for found in (layers["linear"].weight, layers["conv1d"].weight.T):
+        assert (found - theirs).norm() < 0.04 * moved  # bfloat16 in another order
+
+
+def test_cautious_decay_leaves_elements_that_the_update_moves_away_from_zero() -> None:
+    signs, weights = torch.tensor([[1.0, 1.0], [-1.0, 1.0]]), []
+    for settings in ({"matrix_decay": 0.0}, {}, {"cautious_decay": True}):
+        layer = nn.Linear(2, 2, bias=False)
+        nn.init.ones_(layer.weight)
+        config = OptimizerConfig(kind="muon", lr=0.1, weight_decay=0.5, **settings)
+        optimizer = optimizer_of(layer, config)
+        layer.weight.grad = signs.clone()
+        optimizer.step()
+        weights.append(layer.weight.detach())
+    bare, plain, cautious = weights
+    assert torch.equal(bare < 1, signs > 0)
+    torch.testing.assert_close(plain, bare - 0.05)
+    torch.testing.assert_close(cautious, bare - 0.05 * (signs > 0))
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_normuon_gives_outputs_equal_updates_of_the_same_size(axis: int) -> None:
+    draw = torch.Generator().manual_seed(1)
+    matrix = torch.randn((32, 8) if axis == 0 else (8, 32), generator=draw)
+    moments = Moments(torch.zeros(32), axis, 0.05)
+    plain, update = scaled_orthogonal(matrix), scaled_orthogonal(matrix, moments)
+    sizes = update.square().mean(1 - axis).sqrt()
+    assert sizes.std() < 0.01 * sizes.mean() < 0.1 * plain.square().mean(1 - axis).sqrt().std()
+    assert sizes.mean() == pytest.approx(0.2, rel=0.01)  # of AdamW
+    cosine = torch.nn.functional.cosine_similarity(update, plain, dim=1 - axis)
+    assert cosine.min() > 0.999  # each output keeps its direction
+
+
+def test_momentum_rises_over_the_warmup_and_stays() -> None:
+    assert [momentum_at(step, warmup_steps=4) for step in range(6)] == pytest.approx(MOMENTA)
+    assert [momentum_at(step, warmup_steps=0) for step in (0, 9)] == [0.95, 0.95]
+
+
+def test_a_skipped_update_changes_nothing() -> None:
+    model = build("gpt2")
+    optimizer = build_optimizer(model, MUON, block_class=model.block_class)
+    assert isinstance(optimizer, MuonAndAdamW)
+    for refused in (0.0, 1.0):
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, float("nan") if refused else 0.01)
+        before = [p.detach().clone() for p in model.parameters()]
+        momenta = [s["momentum_buffer"].clone() for s in _momenta(optimizer)]
+        optimizer.found_inf = torch.tensor(refused)
+        optimizer.step()
+        same = all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+        assert same is bool(refused)
+    after = [state["momentum_buffer"] for state in _momenta(optimizer)]
+    assert all(torch.equal(a, b) for a, b in zip(momenta, after, strict=True))
+
+
+def _momenta(optimizer: MuonAndAdamW) -> list[dict[str, Any]]:
+    return [state for state in optimizer.state.values() if "momentum_buffer" in state]

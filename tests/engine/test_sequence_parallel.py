@@ -1,6 +1,7 @@
 """Sequences that ranks share: losses and gradients of one rank with whole sequences."""
 
 import itertools
+import statistics
 from typing import Any, Literal
 
 import pytest
@@ -12,6 +13,7 @@ from engine_cases import (
     RANKS,
     RATES,
     Case,
+    make_step,
     sequences,
     start_engine,
     train_plainly,
@@ -84,13 +86,8 @@ def _train(stage: Literal[0, 3], world: World, group: SequenceGroup | None) -> l
     """Make the steps of a plain loop with an engine whose ranks share all sequences."""
     case = Case(stage, gradient_accumulation_steps=world.world_size // RANKS * ACCUMULATION)
     engine = start_engine(case, world, prepare=lambda model: setattr(model, "sequence", group))
-    losses = []
-    for number, step in enumerate(sequences()):
-        rows = step.flatten(1, 2)
-        passes = [engine.accumulate(one[:, :-1], one[:, 1:]) for one in rows]
-        losses.append(float(torch.stack(passes).mean()))
-        engine.update(RATES[number])
-    return losses
+    steps = zip(sequences().flatten(2, 3), RATES, strict=True)
+    return [statistics.mean(make_step(engine, passes, rate)[0]) for passes, rate in steps]
 
 
 @pytest.fixture(scope="module")

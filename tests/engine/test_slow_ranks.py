@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from engine_cases import Case, sequences, start_engine
+from engine_cases import Case, make_step, sequences, start_engine
 from ranks import on_ranks
 
 from refocused.metrics.meter import MARKED_EVERY
@@ -37,11 +37,10 @@ def measure(world: World) -> dict[str, Any]:
     for stage in STAGES:
         fragment = {"zero_optimization": GATHERING} if stage == 3 else {}
         engine = start_engine(Case(stage), world, prepare=sleeping, fragment=fragment)
-        ids, times = sequences()[0][0][world.rank], RankTimes()
+        passes, times = sequences()[0, :1, world.rank], RankTimes()
         for step in range(1, MOST_WINDOWS * MARKED_EVERY * WINDOW + 1):
             engine.begin_step(1)
-            engine.accumulate(ids[:, :-1], ids[:, 1:])
-            engine.update(1e-3)
+            make_step(engine, passes)
             if step % 10 == 0:
                 rows = engine.meter.step_phases(data_seconds=0.0)
                 figures, seconds = gather_figures(world, [0.0, 0.0], rows, times)

@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from engine_cases import ACCUMULATION, Case, sequences, start_engine
+from engine_cases import ACCUMULATION, Case, make_step, sequences, start_engine
 from ranks import on_ranks
-from torch import Tensor
 
 from refocused.engine.engine import Engine
 from refocused.estimate.step_time import collective_bytes
@@ -81,13 +80,6 @@ def counted_in(act: Callable[[], Any]) -> dict[str, list[int]]:
     return {name: [CALLS[name], SENT[name]] for name in SENT}
 
 
-def train(engine: Engine, world: World, step: Tensor) -> None:
-    for accumulated in step:
-        ids = accumulated[world.rank]
-        engine.accumulate(ids[:, :-1], ids[:, 1:])
-    engine.update(1e-3)
-
-
 def measure(world: World) -> dict[str, Any]:
     count_what_is_sent()
     steps: dict[str, Any] = {}
@@ -95,7 +87,8 @@ def measure(world: World) -> dict[str, Any]:
         fragment = {"zero_optimization": zero} if zero else {}
         engine = start_engine(Case(stage, dtype=dtype), world, fragment=fragment)
         steps[name] = [
-            counted_in(functools.partial(train, engine, world, step)) for step in sequences()[:4]
+            counted_in(functools.partial(make_step, engine, passes))
+            for passes in sequences()[:4, :, world.rank]
         ]
         if name != list(CASES)[-1]:
             engine.close()

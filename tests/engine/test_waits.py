@@ -110,12 +110,10 @@ class Reads(TorchDispatchMode):
 
 def train(engine: Engine, world: World, *, steps: int) -> None:
     for step in range(steps):
-        passes = sequences()[step % len(RATES)]
+        passes = sequences()[step % len(RATES), :, world.rank]
         engine.begin_step(len(passes))  # every fourth one is measured
-        own = passes[:, world.rank]
-        losses = [engine.accumulate(ids[:, :-1], ids[:, 1:]) for ids in own]
-        judge = Judge(torch.stack(losses).mean(), Limits())
-        engine.update(RATES[step % len(RATES)], judge)
+        losses = [engine.accumulate(ids[:, :-1], ids[:, 1:]) for ids in passes]
+        engine.update(RATES[step % len(RATES)], Judge(torch.stack(losses).mean(), Limits()))
 
 
 @contextlib.contextmanager
