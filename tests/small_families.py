@@ -39,6 +39,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "resonance": {"model_type": "resonance", **COMMON, "num_resonators": 8},
     "ten": {"model_type": "ten", **COMMON, "num_eigenstates": 8, "scales": [1, 2], "chunk_size": 8},
 }
+RECALL: dict[str, Any] = {"convolution_width": 4, "memory_heads": 4}  # of resonance and TEN
+HYBRID = RECALL | {"attention_every": 2, "attention_heads": 4}
 every_family = pytest.mark.parametrize("family", list(SHAPES))
 WITH_ATTENTION = [name for name in SHAPES if families()[name].has_attention]
 where_attention_is = pytest.mark.parametrize("family", WITH_ATTENTION)

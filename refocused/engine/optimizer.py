@@ -21,13 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from refocused.config.optimization import OptimizerConfig
-from refocused.engine.zero_layout import flat_groups
+from refocused.engine.zero_layout import OUTPUT_MOMENTS, flat_groups
 from refocused.system.errors import ConfigError
 from refocused.system.hardware import BF16_FLAGS, cpu_flags
 
 MOMENTUM = 0.95
 FIRST_MOMENTUM = 0.85  # of a warm-up
-OUTPUT_MOMENTS = "output_moments"  # in a state, beside `momentum_buffer`
 MOMENT_DECAY = 0.95  # of the outputs' second moments (Li et al. 2025, NorMuon)
 ITERATIONS = 5
 # Of the quintic iteration (Jordan et al.): fast, with singular values within 0.7-1.2 at the end.

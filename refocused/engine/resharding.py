@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from refocused.engine import zero_layout
-from refocused.engine.optimizer import OUTPUT_MOMENTS, MuonAndAdamW
+from refocused.engine.optimizer import MuonAndAdamW
 from refocused.engine.zero_files import MASTER, ZeroFiles
+from refocused.engine.zero_layout import OUTPUT_MOMENTS
 from refocused.system.errors import CheckpointError
 
 # Fills a flat tensor `[n]` with a parameter's elements, from the given one on.

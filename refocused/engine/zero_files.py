@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from refocused.engine import zero_layout
-from refocused.engine.optimizer import OUTPUT_MOMENTS
 from refocused.engine.state_files import read_state
+from refocused.engine.zero_layout import OUTPUT_MOMENTS
 from refocused.system.errors import CheckpointError, as_typed
 
 MASTER = "master"  # the float32 weight, beside the optimizer's own names of its moments

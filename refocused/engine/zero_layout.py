@@ -22,6 +22,7 @@ SHARDED_MASTERS = "fp32_flat_groups"  # of ZeRO 3
 PARTITIONED_MASTERS = "single_partition_of_fp32_groups"  # of ZeRO 1 and 2
 _SLICES = "param_slice_mappings"
 
+OUTPUT_MOMENTS = "output_moments"  # in the state of a flat group, beside `momentum_buffer`
 LOSS_SCALER = "loss_scaler"  # below `OPTIMIZER`: a mapping of its attributes
 
 _OPTIMIZER_FILE = re.compile(r"(?:zero/)?(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -117,8 +118,8 @@ def head_loss(
         total = F.linear_cross_entropy(hidden, weight, labels, reduction="sum", options=options)
         return total / (labels != IGNORED_LABEL).sum().clamp(min=1)
     row_losses: RowLosses = _losses_and_gradients
-    if form == "kernel":
-        from refocused.models.head_kernel import kernel_losses as row_losses  # needs Triton
+    if form == "kernel":  # loaded only here, since it needs Triton
+        row_losses = importlib.import_module("refocused.models.head_kernel").kernel_losses
     loss: Tensor = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
         hidden, weight, labels, chunk, torch.is_grad_enabled(), row_losses, vocabulary, terms
     )

@@ -102,11 +102,48 @@ def works(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "compiled_within_documents", lambda: lambda query, *rest: query)
 
 
-@pytest.mark.parametrize("asked", ["flash", "math"])
-def test_the_requested_kernel_runs(asked: str) -> None:
-    said, _ = chosen(World(), attention=asked)
-    assert running() == {"flash": "FLASH_ATTENTION", "math": "MATH"}[asked]
-    assert said.endswith(f"(model.attention={asked})")
+def dense(reason: str) -> str:
+    return f", within documents by a dense mask ({reason})"
+
+
+BY_CUDNN = "attention by cudnn, torch's choice"
+BY_FLASH = "attention by flash, torch's choice"
+CHOICES: list[tuple[str, dict[str, Any], str]] = [
+    ("cpu", {}, BY_FLASH),
+    ("cpu", {"key_heads": 1}, BY_FLASH),
+    ("cpu", {"attention": "flash"}, "attention by FlashAttention-2 (model.attention=flash)"),
+    ("cpu", {"attention": "math"}, "attention by math (model.attention=math)"),
+    ("cpu", {"masked": True}, BY_FLASH + dense("FlexAttention does not train on a CPU")),
+    ("cuda", {}, BY_CUDNN),
+    ("cuda", {"attention": "flash"}, "attention by FlashAttention-2 (model.attention=flash)"),
+    ("cuda", {"masked": True}, "attention by FlexAttention, within documents by a block mask"),
+    ("cuda", {"masked": True, "dropout": 0.1}, BY_CUDNN + dense("FlexAttention has no dropout")),
+    *(
+        (
+            "cuda",
+            {"masked": True, "attention": asked, "dropout": dropout},
+            f"attention by {asked} (model.attention={asked})" + dense(f"model.attention={asked}"),
+        )
+        for asked, dropout in (("cudnn", 0.0), ("math", 0.0), ("math", 0.1))
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "settings", "words"), CHOICES)
+def test_the_kernel_is_the_requested_one_or_torchs_choice(
+    kind: str, settings: dict[str, Any], words: str, request: pytest.FixtureRequest
+) -> None:
+    if kind == "cuda":
+        request.getfixturevalue("works")
+    said, shape = chosen(a_gpu() if kind == "cuda" else World(), **settings)
+    assert said == words
+    assert shape == (IN_SHAPE if "block mask" in words else None)
+    cuda, asked = torch.backends.cuda, settings.get("attention", "auto")
+    if asked == "auto":
+        assert cuda.cudnn_sdp_enabled() and cuda.flash_sdp_enabled()
+        assert cuda.mem_efficient_sdp_enabled()
+    elif kind == "cpu":
+        assert running() == {"flash": "FLASH_ATTENTION", "math": "MATH"}[asked]
 
 
 @pytest.mark.parametrize("masked", [True, False])
@@ -114,31 +151,8 @@ def test_a_kernel_that_does_not_run_is_rejected(masked: bool) -> None:
     torch.backends.cuda.enable_flash_sdp(False)
     with pytest.raises(ConfigError, match=r"is cudnn, but torch uses math for"):
         chosen(World(), attention="cudnn", masked=masked)
-
-
-def test_torchs_choice_on_a_cpu_is_reported() -> None:
-    assert chosen(World()) == ("attention by flash, torch's choice", None)
-    assert chosen(World(), key_heads=1) == ("attention by flash, torch's choice", None)
-    said, shape = chosen(World(), masked=True)  # CPU kernels support masks
-    reason = "FlexAttention does not train on a CPU"
-    mask = f"within documents by a dense mask ({reason})"
-    assert (said, shape) == (f"attention by flash, torch's choice, {mask}", None)
     torch.backends.cuda.enable_flash_sdp(False)
     assert chosen(World())[0] == "attention by math, torch's choice"
-
-
-@pytest.mark.usefixtures("works")
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_auto_is_torchs_order_of_preference_on_gpus(deterministic: bool) -> None:
-    cuda = torch.backends.cuda
-    torch.use_deterministic_algorithms(deterministic)
-    try:
-        assert chosen(a_gpu())[0] == "attention by cudnn, torch's choice"
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert (
-        cuda.cudnn_sdp_enabled() and cuda.flash_sdp_enabled() and cuda.mem_efficient_sdp_enabled()
-    )
 
 
 @pytest.mark.usefixtures("works")
@@ -180,36 +194,9 @@ def test_flash_attention_3_is_for_hopper_without_dropout(monkeypatch: pytest.Mon
 
 
 @pytest.mark.usefixtures("works")
-@pytest.mark.parametrize(
-    ("settings", "attention", "reason"),
-    [
-        ({"dropout": 0.1}, "attention by cudnn, torch's choice", "FlexAttention has no dropout"),
-        *(
-            ({"attention": asked}, f"attention by {asked} ({why})", why)
-            for asked, why in (("cudnn", "model.attention=cudnn"), ("math", "model.attention=math"))
-        ),
-        (
-            {"dropout": 0.1, "attention": "math"},
-            "attention by math (model.attention=math)",
-            "model.attention=math",
-        ),
-    ],
-)
-def test_documents_use_a_dense_mask_without_flex_attention(
-    settings: dict[str, Any], attention: str, reason: str
-) -> None:
-    said, shape = chosen(a_gpu(), masked=True, **settings)
-    assert said == f"{attention}, within documents by a dense mask ({reason})"
-    assert shape is None
-
-
-@pytest.mark.usefixtures("works")
-def test_flex_attention_masks_documents_on_gpus_if_it_compiles(
+def test_a_flex_attention_that_fails_and_a_flash_without_masks_are_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    said = "attention by FlexAttention, within documents by a block mask"
-    assert chosen(a_gpu(), masked=True) == (said, IN_SHAPE)
-
     def failing(*tensors: Tensor) -> Tensor:
         raise RuntimeError("no\ntriton")
 
@@ -217,16 +204,10 @@ def test_flex_attention_masks_documents_on_gpus_if_it_compiles(
     said, shape = chosen(a_gpu(), masked=True)
     assert said.endswith("a dense mask (FlexAttention does not work here: RuntimeError: no triton)")
     assert shape is None
-
-
-@pytest.mark.usefixtures("works")
-def test_flash_is_rejected_for_masked_documents() -> None:
     with pytest.raises(
         ConfigError, match=r"is flash, but torch uses memory-efficient .*mask_documents"
     ):
         chosen(a_gpu(), masked=True, attention="flash")
-    said, _ = chosen(a_gpu(), attention="flash")
-    assert said == "attention by FlashAttention-2 (model.attention=flash)"
 
 
 def built(family: str, **changes: Any) -> tuple[Any, Any]:
