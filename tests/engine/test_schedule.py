@@ -14,64 +14,47 @@ def rates(schedule: ScheduleConfig, total: int, *, peak: float = 1.0) -> list[fl
     return [RatePlan(peak, total, schedule).at(step) for step in range(total)]
 
 
-def test_cosine_by_hand() -> None:
-    schedule = ScheduleConfig(kind="cosine", warmup_steps=4, min_lr_ratio=0.1)
-    rate = rates(schedule, 12, peak=6e-4)
-    assert rate[:4] == pytest.approx([1.5e-4, 3e-4, 4.5e-4, 6e-4])  # a quarter a step
-    assert rate[4] == pytest.approx(6e-5 + 5.4e-4 * (1 + math.cos(math.pi / 8)) / 2)
-    assert rate[5] == pytest.approx(6e-5 + 5.4e-4 * (1 + math.sqrt(0.5)) / 2)  # a quarter down
-    assert rate[7] == pytest.approx(6e-5 + 5.4e-4 / 2)  # half way down
-    assert rate[11] == pytest.approx(6e-5)  # the last update
+ROOT_HALF = math.sqrt(0.5)
+QUARTER = (1 - ROOT_HALF) / 2  # of a cosine's way at a quarter of its length
+BY_HAND: list[tuple[dict[str, Any], list[float]]] = [
+    (
+        {"kind": "cosine", "warmup_steps": 2, "min_lr_ratio": 0.1},  # a quarter a step, and after
+        [0.5, 1.0, 1 - 0.9 * QUARTER, 0.55, 0.1 + 0.9 * QUARTER, 0.1, 0.1, 0.1],
+    ),
+    ({"kind": "constant", "warmup_steps": 2, "min_lr_ratio": 0.1}, [0.5, *[1.0] * 7]),
+    (
+        {"kind": "one_cycle", "warmup_steps": 2, "min_lr_ratio": 0.0},  # it rises along a cosine
+        [0.5, 1.0, 1 - QUARTER, 0.5, QUARTER, 0.0, 0.0, 0.0],
+    ),
+    (  # of 2, 4 and 8 steps
+        {
+            "kind": "warm_restarts",
+            "warmup_steps": 2,
+            "min_lr_ratio": 0.2,
+            "cycle_steps": 2,
+            "cycle_growth": 2.0,
+        },
+        [0.5, 1.0, 1.0, 0.6, 1.0, 1 - 0.8 * QUARTER, 0.6, 0.2 + 0.8 * QUARTER, 1.0],
+    ),
+    (
+        {"kind": "linear", "warmup_steps": 2, "min_lr_ratio": 0.2},
+        [0.5, 1.0, 0.8, 0.6, 0.4, 0.2, 0.2],
+    ),
+    (
+        {"kind": "wsd", "min_lr_ratio": 0.2, "decay": "linear", "decay_steps": 4},
+        [1.0, 1.0, 0.8, 0.6, 0.4, 0.2, 0.2],
+    ),
+    (
+        {"kind": "wsd", "min_lr_ratio": 0.2, "decay_steps": 4},  # a quarter makes a half
+        [1.0, 1.0, 0.6, 1 - 0.8 * ROOT_HALF, 1 - 0.8 * math.sqrt(0.75), 0.2, 0.2],
+    ),
+]
 
 
-def test_cosine_stays_at_its_floor_after_the_end() -> None:
-    schedule = ScheduleConfig(kind="cosine", warmup_steps=10, min_lr_ratio=0.1)
-    for step in (100, 150):
-        assert RatePlan(3.0, 100, schedule).at(step) == pytest.approx(0.3)
-
-
-def test_constant_rises_and_stays() -> None:
-    schedule = ScheduleConfig(kind="constant", warmup_steps=2, min_lr_ratio=0.1)
-    assert rates(schedule, 6) == [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]
-
-
-def test_one_cycle_rises_along_a_cosine() -> None:
-    schedule = ScheduleConfig(kind="one_cycle", warmup_steps=4, min_lr_ratio=0.0)
-    rate = rates(schedule, 8)
-    quarter = (1 - math.sqrt(0.5)) / 2
-    assert rate[:4] == pytest.approx([quarter, 0.5, 1 - quarter, 1.0])
-    assert rate[4:] == pytest.approx([1 - quarter, 0.5, quarter, 0.0])
-
-
-def test_warm_restarts_by_hand() -> None:
-    schedule = ScheduleConfig(
-        kind="warm_restarts", warmup_steps=2, min_lr_ratio=0.2, cycle_steps=2, cycle_growth=2.0
-    )
-    low, high = 0.2 + 0.8 * (1 - math.sqrt(0.5)) / 2, 0.2 + 0.8 * (1 + math.sqrt(0.5)) / 2
-    expected = [0.5, 1.0, 1.0, 0.6, 1.0, high, 0.6, low, 1.0]  # warmup, 2 steps, 4 steps, 8 steps
-    assert rates(schedule, 9) == pytest.approx(expected)
-
-
-def test_linear_by_hand() -> None:
-    schedule = ScheduleConfig(kind="linear", warmup_steps=2, min_lr_ratio=0.2)
-    assert rates(schedule, 6) == pytest.approx([0.5, 1.0, 0.8, 0.6, 0.4, 0.2])
-
-
-@pytest.mark.parametrize(
-    ("decay", "last"),
-    [
-        ("linear", [0.8, 0.6, 0.4, 0.2]),
-        (None, [0.6, 1 - 0.8 * 0.5**0.5, 1 - 0.8 * 0.75**0.5, 0.2]),  # a quarter makes a half
-    ],
-)
-def test_wsd_by_hand(decay: Any, last: list[float]) -> None:
-    schedule = ScheduleConfig(
-        kind="wsd", warmup_steps=2, min_lr_ratio=0.2, decay=decay, decay_steps=4
-    )
-    rate = rates(schedule, 12)
-    assert rate[:8] == [0.5, *[1.0] * 7]
-    assert rate[8:] == pytest.approx(last)
-    assert RatePlan(1.0, 12, schedule).at(12) == pytest.approx(0.2)
+@pytest.mark.parametrize(("settings", "expected"), BY_HAND)
+def test_rates_by_hand(settings: dict[str, Any], expected: list[float]) -> None:
+    plan = RatePlan(6e-4, 6, ScheduleConfig(**settings))
+    assert [plan.at(step) / 6e-4 for step in range(len(expected))] == pytest.approx(expected)
 
 
 @given(st.integers(1, 200), st.integers(0, 200), st.floats(0, 1))
