@@ -179,13 +179,24 @@ def guard_partitioned(optimizer: Any, guard: FiniteUpdates) -> None:
         vars(module)["is_invalid_grad_norm"] = lambda norm: False  # stages 1 and 2: for each group
         return False
 
+    def mask(norm: Tensor, **_: Any) -> None:
+        norm.masked_fill_(~torch.isfinite(norm), -1.0)  # DeepSpeed's value is read by the host
+
+    def clip(
+        input_tensors: list[Tensor], *, max_norm: float, global_norm: Tensor, **_: Any
+    ) -> Tensor:
+        """Clip as DeepSpeed's bf16 optimizer does, without reading the norm on the host."""
+        factor = torch.clamp(max_norm / (global_norm + 1e-6), max=1.0)
+        torch._foreach_mul_([tensor.detach() for tensor in input_tensors], factor)
+        return global_norm
+
     # `torch.tensor` copies a number to the device, and waits for the copy; `full` fills it in.
     filling = types.ModuleType("torch")
     vars(filling).update(vars(torch), tensor=functools.partial(torch.full, ()))
     replaced: dict[str, Any] = {
         "is_invalid_grad_norm": check,
-        "clip_tensors_by_global_norm": _clip_on_the_device,
-        "mask_nan_or_inf_with_val_inplace": _mask_on_the_device,
+        "clip_tensors_by_global_norm": clip,
+        "mask_nan_or_inf_with_val_inplace": mask,
         "torch": filling,
     }
 
@@ -208,20 +219,6 @@ def guard_partitioned(optimizer: Any, guard: FiniteUpdates) -> None:
         from deepspeed.accelerator import get_accelerator
 
         stream.synchronize = lambda: get_accelerator().current_stream().wait_stream(stream)
-
-
-def _mask_on_the_device(norm: Tensor, **_: Any) -> None:
-    """Make a norm that is not finite -1. DeepSpeed fills with a tensor, which the host reads."""
-    norm.masked_fill_(~torch.isfinite(norm), -1.0)
-
-
-def _clip_on_the_device(
-    input_tensors: list[Tensor], *, max_norm: float, global_norm: Tensor, **_: Any
-) -> Tensor:
-    """Clip as DeepSpeed's bf16 optimizer does, without reading the norm on the host."""
-    factor = torch.clamp(max_norm / (global_norm + 1e-6), max=1.0)
-    torch._foreach_mul_([tensor.detach() for tensor in input_tensors], factor)
-    return global_norm
 
 
 def hold_as_zero_3(block: nn.Module) -> None:

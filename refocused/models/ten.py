@@ -346,16 +346,13 @@ class TenCells(ScanModule):
             real = chunked_scan(beta, *modes, chunk=self.chunk, state=state)
         else:
             real = self.kernel(beta, *modes)
-        read_out = self._read_out(exact).to(inputs.dtype)
-        outputs = (real.flatten(1).to(inputs.dtype).T @ read_out).view_as(inputs)
-        return outputs, last_state(beta, *modes, state=state) if want_state else None
-
-    def _read_out(self, dtype: torch.dtype) -> Tensor:
-        """Return R W_out of all cells, divided by their number, `[2 K, D]`."""
-        out_weight, mixing = self.out_weight.to(dtype), self.mixing.to(dtype)
+        # R W_out of all cells, divided by their number, `[2 K, D]`.
+        out_weight, mixing = self.out_weight.to(exact), self.mixing.to(exact)
         norm = torch.linalg.vector_norm(mixing, dim=(1, 2), keepdim=True)
         coupled = torch.baddbmm(out_weight, mixing * (COUPLING / norm), out_weight)
-        return coupled.flatten(0, 1) / len(coupled)
+        read_out = (coupled.flatten(0, 1) / len(coupled)).to(inputs.dtype)
+        outputs = (real.flatten(1).to(inputs.dtype).T @ read_out).view_as(inputs)
+        return outputs, last_state(beta, *modes, state=state) if want_state else None
 
 
 class TenMixer(nn.Module):
