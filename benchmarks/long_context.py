@@ -21,12 +21,12 @@ from measuring import Case, Column, Record, measure, medians, parser_of, table, 
 from torch import Tensor, nn
 
 from refocused.models.recall import Memory, ShortConvolution
-from refocused.models.resonance import ResonanceBlock, ResonanceConfig
-from refocused.models.ten import TenMixer
+from refocused.models.resonance import GatedResonators, ResonanceConfig
+from refocused.models.ten import TenConfig, TenMixer
 
 TRIM_THRESHOLD, MMAP_MAX = -1, -4  # numbers of mallopt's settings, in glibc's malloc.h
 PASSES = 3
-WIDTH, HEADS, RESONATORS, EIGENSTATES, SCAN_CHUNK = 384, 6, 64, 64, 64
+WIDTH, HEADS = 384, 6  # of 64 resonators, or 64 modes a cell
 LENGTHS = (8192, 16384, 32768, 65536)
 AGAINST_ATTENTION = 16384
 COLUMNS = (
@@ -38,21 +38,6 @@ COLUMNS = (
 )
 # Most of a token's time and memory at 65,536 over those at 8,192, and of the time of attention.
 LIMITS = {"resonance": (1.25, 1.1, 0.1), "ten": (1.1, 1.1, 0.025), "recall": (1.1, 1.1, 0.15)}
-
-
-class Resonance(nn.Module):
-    """The sequence mixer of a block: gate, resonators, output projection."""
-
-    def __init__(self, length: int) -> None:
-        super().__init__()
-        sizes = {"hidden_size": WIDTH, "num_resonators": RESONATORS}
-        self.block = ResonanceBlock(ResonanceConfig(**sizes, max_position_embeddings=length), 0)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        """Return `[B, T, D]`."""
-        gate = self.block.gate(inputs).sigmoid()
-        outputs: Tensor = self.block.output(gate * self.block.resonators(inputs))
-        return outputs
 
 
 class Attention(nn.Module):
@@ -71,9 +56,14 @@ class Attention(nn.Module):
         return outputs
 
 
+def resonance(length: int) -> nn.Module:
+    """Return the sequence mixer of a block: gate, resonators, output projection."""
+    return GatedResonators(ResonanceConfig(hidden_size=WIDTH, max_position_embeddings=length))
+
+
 def ten(length: int) -> nn.Module:
     """Return the sequence mixer of a block."""
-    mixer = TenMixer(WIDTH, eigenstates=EIGENSTATES, longest=length, chunk=SCAN_CHUNK, scales=[1])
+    mixer = TenMixer(TenConfig(hidden_size=WIDTH, max_position_embeddings=length))
     with torch.no_grad():
         for parameter in mixer.parameters():
             parameter.normal_(std=0.02)
@@ -82,10 +72,12 @@ def ten(length: int) -> nn.Module:
 
 def recall(length: int) -> nn.Module:
     """Return what recall adds to a block: a convolution of 4 taps and a memory."""
-    return nn.Sequential(ShortConvolution(WIDTH, 4), Memory(WIDTH, heads=HEADS, longest=length))
+    sizes = {"hidden_size": WIDTH, "convolution_width": 4, "memory_heads": HEADS}
+    config = TenConfig(**sizes, max_position_embeddings=length)
+    return nn.Sequential(ShortConvolution(config), Memory(config))
 
 
-MODULES = {"resonance": Resonance, "ten": ten, "recall": recall, "sdpa": Attention}
+MODULES = {"resonance": resonance, "ten": ten, "recall": recall, "sdpa": Attention}
 
 
 def main() -> None:
