@@ -39,16 +39,16 @@ LAUGHS = "model:\n  a0: &a0 [x]\n" + "".join(
 )
 
 
-def texts(path: Path) -> None:
+def texts(path):
     for _ in pieces(Span(path), TextReading()):
         pass
 
 
-def questions(path: Path, form: str = "multiple_choice") -> Any:
+def questions(path, form="multiple_choice"):
     return read_questions(TaskFile("t", form, path))
 
 
-def packed(path: Path, start: bytes, block: bytes, end: bytes) -> None:
+def packed(path, start, block, end):
     with gzip.open(path, "wb", 1) as file:
         file.write(start)
         for _ in range(900):
@@ -56,13 +56,13 @@ def packed(path: Path, start: bytes, block: bytes, end: bytes) -> None:
         file.write(end)
 
 
-def columns(path: Path) -> None:
+def columns(path):
     table = pyarrow.table([["a"], ["b"]], names=["text", "text"])
     parquet.write_table(table, path)
     texts(path)
 
 
-def repeated_text(path: Path) -> None:
+def repeated_text(path):
     """Read 5 GB of one text of 1 MB that is stored once."""
     once = pyarrow.array([MIB.decode()])
     column = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 5000, pyarrow.int32()), once)
@@ -70,24 +70,24 @@ def repeated_text(path: Path) -> None:
     texts(path)
 
 
-def long_text(path: Path) -> None:
+def long_text(path):
     parquet.write_table(
         pyarrow.table({"text": [64 * MIB.decode()]}), path, compression="zstd", use_dictionary=False
     )
     texts(path)
 
 
-def one_line(path: Path) -> None:
+def one_line(path):
     packed(path, b'{"text": "', MIB, b'"}\n')
     texts(path)
 
 
-def blank_lines(path: Path) -> None:
+def blank_lines(path):
     packed(path, b"", b"\n" * 2**20, b"")
     texts(path)
 
 
-def long_pattern(path: Path) -> None:
+def long_pattern(path):
     """Make a tokenizer whose pattern backtracks endlessly, so that the library panics."""
     tokenizer = Tokenizer(models.BPE(vocab={"a": 0, "<|endoftext|>": 1}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"(a+)+$"), "isolated")
@@ -95,7 +95,7 @@ def long_pattern(path: Path) -> None:
     FileTokenizer(path, end_of_text=None).encode("a" * 60 + "b")
 
 
-def compressed_state(path: Path) -> None:
+def compressed_state(path):
     """Write a deflated torch.save file: 200 MB of zeros in 200 kB."""
     plain = io.BytesIO()
     torch.save({"module": torch.zeros(50_000_000)}, plain)
@@ -108,27 +108,27 @@ def compressed_state(path: Path) -> None:
     read_state(path)
 
 
-def expanded_state(path: Path) -> None:
+def expanded_state(path):
     torch.save({"module": torch.zeros(1).expand(100_000, 100_000)}, path)
     read_state(path)["module"].clone()
 
 
-def marks(path: Path) -> None:
+def marks(path):
     read_tensor_header(b"(" * 500_000 + b"t" * 500_000 + b".", what=str(path))
 
 
-def odd_persistent_id(path: Path) -> None:
+def odd_persistent_id(path):
     read_tensor_header(b"(K\x01K\x01K\x01K\x01K\x01tQ.", what=str(path))
 
 
-def state(path: Path) -> None:
+def state(path):
     found = read_small(path)
     if found.trouble is not None:
         raise RefocusedError(found.trouble)
 
 
 Case = tuple[str, str | bytes | None, Callable[[Path], Any]]
-CASES: dict[str, Case] = {
+CASES = {
     "aliases": ("run.yaml", LAUGHS, read_run),
     "an alias of itself": ("run.yaml", "a: &a {b: *a}", read_run),
     "deep YAML": ("run.yaml", "a: " + "[" * 100_000, read_run),
@@ -185,7 +185,7 @@ CASES: dict[str, Case] = {
 }  # fmt: skip
 
 
-def outcome(folder: Path, case: Case) -> str:
+def outcome(folder, case):
     """Return the error message of a case, `TRACEBACK ...` or `ACCEPTED`."""
     name, content, read = case
     path = folder / name
@@ -201,7 +201,7 @@ def outcome(folder: Path, case: Case) -> str:
 
 
 @pytest.mark.slow
-def test_a_small_hostile_file_ends_in_one_sentence_and_little_memory(tmp_path: Path) -> None:
+def test_a_small_hostile_file_ends_in_one_sentence_and_little_memory(tmp_path):
     done = subprocess.run(
         [sys.executable, __file__, str(tmp_path)],
         capture_output=True,

@@ -1,13 +1,10 @@
 """Exercise every method of `World` on real gloo."""
 
-from collections.abc import Callable
-from typing import Any
-
 from refocused.system.errors import BucketError, RefocusedError, ShardError
-from refocused.system.world import World, lost_connection
+from refocused.system.world import lost_connection
 
 
-def outcome(action: Callable[[], Any]) -> dict[str, Any]:
+def outcome(action):
     try:
         return {"result": action()}
     except RefocusedError as error:
@@ -18,12 +15,12 @@ def outcome(action: Callable[[], Any]) -> dict[str, Any]:
         }
 
 
-def exercise(world: World) -> dict[str, Any]:
+def exercise(world):
     """Return what each method does; rank 1 leaves before rank 0."""
-    done: list[str] = []
+    done = []
 
-    def fails_on(*ranks: int) -> Callable[[], str]:
-        def action() -> str:
+    def fails_on(*ranks):
+        def action():
             done.append("acted")
             if world.rank in ranks:
                 raise (ShardError, BucketError)[world.rank](f"broken by {world.rank}")

@@ -2,26 +2,20 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
-from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
 import torch
 import transformers
 from small_families import VOCABULARY, build
-from torch import Tensor
 
 from refocused.config.batch_plan import BatchPlan
 from refocused.config.deepspeed import deepspeed_config
 from refocused.config.optimization import OptimizerConfig, PrecisionConfig, ZeroConfig
 from refocused.engine.build_engine import build_engine
-from refocused.engine.engine import Engine
-from refocused.engine.finite_updates import Judge, UpdateOutcome
-from refocused.models.causal_lm import CausalLM, counted_parameters
+from refocused.models.causal_lm import counted_parameters
 from refocused.models.fp8 import compute_in_fp8
-from refocused.system.world import World
 
 STEPS = 6
 SAVED_AT = 3
@@ -68,7 +62,7 @@ class Case:
     normuon: bool = False
 
     @property
-    def name(self) -> str:
+    def name(self):
         parts = [self.family, self.dtype, f"zero{self.stage}"]
         for field in dataclasses.fields(self)[3:]:
             value = getattr(self, field.name)
@@ -78,16 +72,16 @@ class Case:
 
 
 def start_engine(
-    case: Case,
-    world: World,
+    case,
+    world,
     *,
-    seed: int = 0,
-    prepare: Callable[[CausalLM], None] = lambda model: None,
-    optimizer: OptimizerConfig = OPTIMIZER,
-    fragment: Mapping[str, Any] = MappingProxyType({}),
-    replay_every: int | None = None,
-    **precision_settings: Any,
-) -> Engine:
+    seed=0,
+    prepare=lambda model: None,
+    optimizer=OPTIMIZER,
+    fragment=MappingProxyType({}),
+    replay_every=None,
+    **precision_settings,
+):
     """Build a case's engine; `prepare` is called with the model first."""
     model = build(
         case.family,
@@ -131,7 +125,7 @@ def start_engine(
     )
 
 
-def sequences(steps: int = STEPS, gradient_accumulation_steps: int = ACCUMULATION) -> Tensor:
+def sequences(steps=STEPS, gradient_accumulation_steps=ACCUMULATION):
     """Tokens `[step, accumulation, rank, micro_batch_size, T + 1]` of sequences that can be
     learned."""
     draw = torch.Generator().manual_seed(7)
@@ -139,13 +133,7 @@ def sequences(steps: int = STEPS, gradient_accumulation_steps: int = ACCUMULATIO
     return torch.randint(4, shape, generator=draw).cumsum(-1) * 7 % VOCABULARY
 
 
-def make_step(
-    engine: Engine,
-    passes: Tensor,
-    rate: float = 1e-3,
-    *,
-    before_update: Callable[[list[Tensor]], Judge | None] = lambda losses: None,
-) -> tuple[list[float], UpdateOutcome]:
+def make_step(engine, passes, rate=1e-3, *, before_update=lambda losses: None):
     """Make a step of passes `[n, B, T + 1]`; return their losses and the outcome.
 
     `before_update` is called with the losses, and may return a judge.
@@ -155,7 +143,7 @@ def make_step(
     return [loss.item() for loss in losses], outcome
 
 
-def saved(engine: Engine, world: World, folder: Path) -> Path:
+def saved(engine, world, folder):
     """Save an engine into a new folder."""
     if world.is_rank_0:
         (folder / "ranks").mkdir(parents=True)
@@ -166,7 +154,7 @@ def saved(engine: Engine, world: World, folder: Path) -> Path:
     return folder
 
 
-def tensors_in(folder: Path) -> dict[str, bytes]:
+def tensors_in(folder):
     """Return the bytes of every tensor in the files below a folder."""
     tensors = {}
     for path in sorted(folder.rglob("*.pt")):
@@ -177,18 +165,18 @@ def tensors_in(folder: Path) -> dict[str, bytes]:
     return tensors
 
 
-def mean_of_ranks(world: World, losses: list[float]) -> float:
+def mean_of_ranks(world, losses):
     return world.total([sum(losses) / len(losses)])[0] / world.world_size
 
 
-def allow_fp16() -> None:
+def allow_fp16():
     """Let this process compute in fp16, which DeepSpeed refuses on many CPUs."""
     from deepspeed.accelerator import get_accelerator
 
     get_accelerator().is_fp16_supported = lambda: True
 
 
-def by_name(cases: list[Case]) -> Any:
+def by_name(cases):
     return pytest.mark.parametrize("case", cases, ids=lambda case: case.name)
 
 
@@ -201,9 +189,7 @@ class PlainRun:
 
 
 @functools.cache
-def train_plainly(
-    family: str, *, kind: Literal["adamw", "muon"] = "adamw", grows: bool = False
-) -> PlainRun:
+def train_plainly(family, *, kind="adamw", grows=False):
     """Train in float32 with transformers' own model and loss, torch's optimizers and clipping."""
     source = build(family).network
     model = transformers.AutoModelForCausalLM.from_config(source.config)
@@ -225,7 +211,7 @@ def train_plainly(
         weight_decay=OPTIMIZER.weight_decay,
         foreach=False,
     )
-    optimizers: list[torch.optim.Optimizer] = [adam]
+    optimizers = [adam]
     if matrices:
         muon = torch.optim.Muon(
             matrices.values(), weight_decay=20.0, adjust_lr_fn="match_rms_adamw"

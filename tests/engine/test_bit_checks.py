@@ -3,9 +3,7 @@
 import itertools
 import random
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,14 +22,10 @@ from engine_cases import (
     start_engine,
 )
 from ranks import on_ranks
-from torch import Tensor
 
 from refocused.engine.bit_checks import digest
 from refocused.engine.compiled import compile_blocks
-from refocused.engine.engine import Engine
-from refocused.models.causal_lm import CausalLM
 from refocused.system.errors import TrainingError
-from refocused.system.world import World
 
 EQUAL = [
     *(Case(stage, dropout=0.2) for stage in (0, 1, 2, 3)),
@@ -47,10 +41,10 @@ COMPILED = [Case(stage, dtype="bf16", dropout=0.2) for stage in (1, 3)]
 FLIPS_OF_A_CASE = 2
 
 
-def start(case: Case, world: World, *, replay_every: int | None) -> Engine:
+def start(case, world, *, replay_every):
     """Build an engine, with compiled blocks in the cases that are."""
 
-    def compile_(model: CausalLM) -> None:
+    def compile_(model):
         found = compile_blocks(
             model,
             block_class=model.block_class,
@@ -74,10 +68,10 @@ def start(case: Case, world: World, *, replay_every: int | None) -> Engine:
     return engine
 
 
-def train(case: Case, world: World, *, replay_every: int | None) -> list[Any]:
+def train(case, world, *, replay_every):
     """Make steps; return losses, norms and outcomes, and the random state."""
     engine = start(case, world, replay_every=replay_every)
-    records: list[Any] = []
+    records = []
     batches = sequences(gradient_accumulation_steps=case.gradient_accumulation_steps)
     for step, rate in enumerate(RATES[:4]):
         losses, outcome = make_step(engine, batches[step, :, world.rank], rate)
@@ -93,7 +87,7 @@ KINDS = ("pass", "state")
 STEP = 7  # named by the messages
 
 
-def flip_bits(world: World, flips: int) -> list[Any]:
+def flip_bits(world, flips):
     """Flip bits one by one in engines of all cases; return what came of each.
 
     That is its kind and its rank, and the errors of the step before it and of its own.
@@ -116,14 +110,14 @@ def flip_bits(world: World, flips: int) -> list[Any]:
     return found
 
 
-def in_pass(engine: Engine, world: World, draw: random.Random, *, is_here: bool) -> str:
+def in_pass(engine, world, draw, *, is_here):
     """Flip a bit of a layer's output, or of the gradient of that, in one of the two passes."""
     modules = list(engine._engine.module.modules())[1:]
     layers = [one for one in modules if not list(one.children()) and list(one.parameters())]
     layer, flipped_pass, of_gradient = draw.choice(layers), draw.randrange(2), draw.randrange(2)
     passes = itertools.count()
 
-    def hook(module: Any, inputs: Any, output: Tensor) -> None:
+    def hook(module, inputs, output):
         if next(passes) != flipped_pass or not is_here:
             return
         if of_gradient and output.dim():  # the gradient of the loss is given to both passes
@@ -137,11 +131,11 @@ def in_pass(engine: Engine, world: World, draw: random.Random, *, is_here: bool)
     return found
 
 
-def in_state(engine: Engine, world: World, draw: random.Random, *, is_here: bool) -> str:
+def in_state(engine, world, draw, *, is_here):
     """Flip a bit of a weight, a master, a moment or a counter, before or after the passes."""
     values, is_early = draw.choice(state_of(engine)), draw.randrange(2)
 
-    def act() -> None:
+    def act():
         if is_here:
             flip(values, draw)
 
@@ -150,9 +144,7 @@ def in_state(engine: Engine, world: World, draw: random.Random, *, is_here: bool
     return flipped_step(engine, world, before_update=lambda: None if is_early else act())
 
 
-def flipped_step(
-    engine: Engine, world: World, *, before_update: Callable[[], None] = lambda: None
-) -> str:
+def flipped_step(engine, world, *, before_update=lambda: None):
     """Make a step of one pass; return whether its update was made and the error, or nothing."""
     engine.begin_step(1)
     passes = sequences()[0, :1, world.rank]
@@ -164,14 +156,14 @@ def flipped_step(
     return ""
 
 
-def flip(values: Tensor, draw: random.Random) -> Tensor:
+def flip(values, draw):
     """Flip one bit of a contiguous tensor in place."""
     raw = values.detach().view(-1).view(torch.uint8)
     raw[draw.randrange(len(raw))] ^= 1 << draw.randrange(8)
     return values
 
 
-def state_of(engine: Engine) -> list[Tensor]:
+def state_of(engine):
     """Return this rank's weights, float32 masters, moments and counters."""
     optimizer = engine._engine.optimizer
     states = getattr(optimizer, "optimizer", optimizer).state
@@ -180,20 +172,20 @@ def state_of(engine: Engine) -> list[Tensor]:
     return [*weights, *(one.data for one in states), *moments]
 
 
-def measure(world: World) -> dict[str, Any]:
-    found: dict[str, Any] = {"flips": flip_bits(world, FLIPS_OF_A_CASE)}
+def measure(world):
+    found = {"flips": flip_bits(world, FLIPS_OF_A_CASE)}
     for case in [*EQUAL, *COMPILED]:
         found[case.name] = [train(case, world, replay_every=every) for every in (None, 2)]
     return found
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def found(tmp_path_factory):
     """What each rank found."""
     return on_ranks(measure, folder=tmp_path_factory.mktemp("checks"))
 
 
-def test_a_digest_changes_with_any_bit() -> None:
+def test_a_digest_changes_with_any_bit():
     draw = torch.Generator().manual_seed(0)
     parts = [torch.randint(256, (n,), generator=draw).byte() for n in (300_003, 5, 0, 1)]
     whole = digest(parts)
@@ -207,13 +199,13 @@ def test_a_digest_changes_with_any_bit() -> None:
 
 @pytest.mark.slow
 @by_name([*EQUAL, *COMPILED])
-def test_checks_change_no_bit_of_a_training(found: list[dict[str, Any]], case: Case) -> None:
+def test_checks_change_no_bit_of_a_training(found, case):
     for rank in found:
         plain, checked = rank[case.name]
         assert checked == plain
 
 
-def check_flips(told: list[list[Any]], *, flips: int) -> None:
+def check_flips(told, *, flips):
     """Each flip was found, on its rank and as its kind, before the update of its step."""
     assert len(told) == flips
     for kind, rank, good, error in told:
@@ -226,14 +218,14 @@ def check_flips(told: list[list[Any]], *, flips: int) -> None:
 
 
 @pytest.mark.slow
-def test_flips_are_found_on_every_rank_alike(found: list[dict[str, Any]]) -> None:
+def test_flips_are_found_on_every_rank_alike(found):
     first, second = found
     check_flips(first["flips"], flips=FLIPS_OF_A_CASE * len(FLIPPED))
     assert first["flips"] == second["flips"]
 
 
 @pytest.mark.long
-def test_a_hundred_of_a_hundred_flips_are_found(tmp_path: Path) -> None:
+def test_a_hundred_of_a_hundred_flips_are_found(tmp_path):
     first, second = on_ranks(flip_bits, 25, folder=tmp_path, timeout=600)
     assert [kind for kind, *_ in first].count("pass") == 50
     check_flips(first, flips=100)

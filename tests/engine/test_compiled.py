@@ -1,5 +1,4 @@
 import types
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,8 +23,7 @@ from torch._dynamo.utils import counters
 from refocused.config.optimization import PrecisionConfig
 from refocused.engine import compiled
 from refocused.engine.build_engine import set_product_precision
-from refocused.engine.compiled import Compilation, CompileChoice, compile_blocks
-from refocused.models.causal_lm import CausalLM
+from refocused.engine.compiled import compile_blocks
 from refocused.system.errors import ConfigError
 from refocused.system.world import World
 
@@ -33,9 +31,7 @@ Found = dict[str, Any]
 ALONE = World(rank=0, local_rank=0, world_size=1, local_world_size=1)
 
 
-def compile_tiny(
-    choice: CompileChoice, *, backend: Any = "eager", world: World = ALONE, family: str = "gpt2"
-) -> tuple[Compilation, Any]:
+def compile_tiny(choice, *, backend="eager", world=ALONE, family="gpt2"):
     model = build(family)
     found = compile_blocks(
         model,
@@ -50,25 +46,25 @@ def compile_tiny(
 
 
 @pytest.fixture(autouse=True)
-def nothing_compiled_before() -> None:
+def nothing_compiled_before():
     """Clear the graphs of other tests: torch limits their number per function."""
     torch._dynamo.reset()
 
 
-def is_compiled(model: Any) -> bool:
+def is_compiled(model):
     blocks = [module for module in model.modules() if isinstance(module, model.block_class)]
     changed = {"forward" in vars(block) for block in blocks}
     assert len(changed) == 1
     return changed.pop()
 
 
-def broken(graph: Any, inputs: Any) -> Any:
+def broken(graph, inputs):
     raise OSError("no such file: g++")
 
 
-def test_off_and_auto_on_a_cpu_do_not_compile() -> None:
+def test_off_and_auto_on_a_cpu_do_not_compile():
     for choice, reason in (("off", "model.compile=off"), ("auto", "on a CPU")):
-        found, model = compile_tiny(choice, backend=broken)  # type: ignore[arg-type]
+        found, model = compile_tiny(choice, backend=broken)
         assert not found.is_on
         assert not found.failed
         assert reason in found.text
@@ -76,7 +72,7 @@ def test_off_and_auto_on_a_cpu_do_not_compile() -> None:
 
 
 @pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "qwen3"])  # NeoX gives a nested tuple
-def test_on_compiles_all_blocks_before_the_first_step(family: str) -> None:
+def test_on_compiles_all_blocks_before_the_first_step(family):
     found, model = compile_tiny("on", family=family)
     assert found.is_on
     assert found.text.startswith("2 blocks compiled as one graph")
@@ -86,7 +82,7 @@ def test_on_compiles_all_blocks_before_the_first_step(family: str) -> None:
     torch.testing.assert_close(model(ids, ids), build(family)(ids, ids))
 
 
-def test_on_stops_without_a_cxx_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_stops_without_a_cxx_compiler(monkeypatch):
     monkeypatch.setattr(compiled.shutil, "which", lambda name: None)
     with pytest.raises(
         ConfigError, match=r"cannot be compiled: .*no such file: g\+\+.*compile=off"
@@ -94,8 +90,8 @@ def test_on_stops_without_a_cxx_compiler(monkeypatch: pytest.MonkeyPatch) -> Non
         compile_tiny("on", backend=broken)
 
 
-def test_on_continues_uncompiled_if_torchs_compiler_fails() -> None:
-    def invalid(graph: Any, inputs: Any) -> Any:
+def test_on_continues_uncompiled_if_torchs_compiler_fails():
+    def invalid(graph, inputs):
         command = f"Command: g++ {'-D MACRO ' * 100}"
         raise RuntimeError(f"C++ compile error\n{command}\nx.cpp:36:30: error: conflicting 'acc0'")
 
@@ -106,9 +102,9 @@ def test_on_continues_uncompiled_if_torchs_compiler_fails() -> None:
     assert not is_compiled(model)
 
 
-def test_auto_continues_uncompiled_if_one_rank_fails() -> None:
+def test_auto_continues_uncompiled_if_one_rank_fails():
     reason = "RuntimeError: out of registers"
-    gpus: Any = types.SimpleNamespace(
+    gpus = types.SimpleNamespace(
         device=torch.device("cpu"), device_kind="cuda", gather=lambda own: [own, reason]
     )
     found, model = compile_tiny("auto", world=gpus)
@@ -132,8 +128,8 @@ CASES = [
 ]
 
 
-def compiling(world: World, case: Case) -> Callable[[CausalLM], None]:
-    def compile_all(model: CausalLM) -> None:
+def compiling(world, case):
+    def compile_all(model):
         if case.masked:
             model.block_shape = (MICRO, LENGTH)
         compiled = compile_blocks(
@@ -151,7 +147,7 @@ def compiling(world: World, case: Case) -> Callable[[CausalLM], None]:
     return compile_all
 
 
-def train(case: Case, world: World, *, compiled: bool) -> dict[str, Any]:
+def train(case, world, *, compiled):
     torch._dynamo.reset()
     counters.clear()
     torch.nn.functional.linear = LINEAR  # stage 3 of an earlier case has replaced it
@@ -187,13 +183,13 @@ def train(case: Case, world: World, *, compiled: bool) -> dict[str, Any]:
     }
 
 
-def step_losses(losses: list[float], world: World) -> list[float]:
+def step_losses(losses, world):
     """Return the mean loss of each step over its passes and all ranks."""
     of_ranks = world.gather(torch.tensor(losses).view(-1, ACCUMULATION).mean(1))
     return torch.stack(of_ranks).mean(0).tolist()
 
 
-def measure(world: World) -> Found:
+def measure(world):
     """Train compiled and uncompiled engines on this rank."""
     # FlexAttention refuses a backward pass on CPUs, although it has one without inductor.
     torch.nn.attention.flex_attention._validate_device = lambda *tensors: None
@@ -208,7 +204,7 @@ LINEAR = torch.nn.functional.linear
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+def found(tmp_path_factory):
     """Losses of two ranks with compiled and uncompiled blocks."""
     return on_ranks(measure, folder=tmp_path_factory.mktemp("compiled"), timeout=480)[0]
 
@@ -218,7 +214,7 @@ pytestmark = pytest.mark.timeout(600)
 
 @pytest.mark.slow
 @by_name(CASES)
-def test_compiled_blocks_train_like_uncompiled_ones(found: Found, case: Case) -> None:
+def test_compiled_blocks_train_like_uncompiled_ones(found, case):
     ours, written = found[case.name]["compiled"], found[case.name]["written"]
     for key in ("validated", "odd") if case.dropout else ("losses", "validated", "odd"):
         within = 0.2 if case.dropout else 1e-5
@@ -228,7 +224,7 @@ def test_compiled_blocks_train_like_uncompiled_ones(found: Found, case: Case) ->
 
 @pytest.mark.slow
 @by_name(CASES)
-def test_there_is_one_graph_for_training_and_one_for_validation(found: Found, case: Case) -> None:
+def test_there_is_one_graph_for_training_and_one_for_validation(found, case):
     graphs = found[case.name]["compiled"]["graphs"]
     assert set(graphs) == {2}  # both from the trial, none later
     assert found[case.name]["compiled"]["breaks"] == 0
@@ -238,13 +234,13 @@ def test_there_is_one_graph_for_training_and_one_for_validation(found: Found, ca
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [case for case in CASES if case.fp8 != "none"])
-def test_products_of_8_bits_train_as_float32_does(found: Found, case: Case) -> None:
+def test_products_of_8_bits_train_as_float32_does(found, case):
     losses = found[case.name]["written"]["step losses"]
     assert losses == pytest.approx(train_plainly(case.family).losses, rel=0.02)
 
 
 @pytest.mark.slow
-def test_inductor_compiles_a_block_where_there_is_a_compiler() -> None:
+def test_inductor_compiles_a_block_where_there_is_a_compiler():
     found, model = compile_tiny("on", backend="inductor")
     plain = build("gpt2")
     ids = torch.arange(MICRO * LENGTH).reshape(MICRO, LENGTH) % VOCABULARY

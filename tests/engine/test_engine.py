@@ -24,7 +24,6 @@ from engine_cases import (
     SAVED_AT,
     STEPS,
     Case,
-    PlainRun,
     allow_fp16,
     by_name,
     make_step,
@@ -37,13 +36,9 @@ from engine_cases import (
 )
 from ranks import on_ranks
 from small_families import VOCABULARY, build
-from torch import Tensor
 
 from refocused.engine import deepspeed_patches, state_files
-from refocused.engine.engine import Engine
 from refocused.engine.finite_updates import Judge, Limits
-from refocused.metrics.trackers import Histogram
-from refocused.system.world import World
 
 pytestmark = pytest.mark.slow
 Found = dict[str, Any]
@@ -89,9 +84,7 @@ DROPPING = Case(3, dropout=0.2, resumes=True)
 CASES = [*EXACT, *HALF, WARMED, DROPPING, *OVERFLOWING]
 
 
-def train(
-    engine: Engine, world: World, steps: range, folder: Path | None, *, grows: bool = False
-) -> list[dict[str, Any]]:
+def train(engine, world, steps, folder, *, grows=False):
     """Make some of the steps; after `SAVED_AT` of them save, where there is a folder.
 
     A copy made at the same time is written to another one when the steps are done.
@@ -101,9 +94,9 @@ def train(
         passes = sequences()[step, : 1 if grows and step < 3 else ACCUMULATION, world.rank]
         if grows:
             engine.begin_step(len(passes))
-        record: dict[str, Any] = {}
+        record = {}
 
-        def note(losses: list[Tensor], step: int = step, into: dict[str, Any] = record) -> None:
+        def note(losses, step=step, into=record):
             into["described"] = describe(engine) if step in DESCRIBED_AT else None
             into["scale"] = engine.loss_scale()
 
@@ -123,9 +116,9 @@ def train(
     return records
 
 
-def describe(engine: Engine) -> dict[str, Any]:
+def describe(engine):
     """Summarize the histograms of this step over all parameters."""
-    found: dict[str, dict[str, Histogram]] = {"weights": {}, "gradients": {}}
+    found = {"weights": {}, "gradients": {}}
     for one in engine.histograms():
         group, _, name = one.name.partition("/")
         found[group][name] = one
@@ -139,11 +132,11 @@ def describe(engine: Engine) -> dict[str, Any]:
     }
 
 
-def copy_of(folder: Path) -> Path:
+def copy_of(folder):
     return folder.with_name(f"{folder.name}-copy")
 
 
-def run(case: Case, world: World, scratch: Path) -> dict[str, Any]:
+def run(case, world, scratch):
     """Train one case, and the second half of it again from its checkpoint."""
     undo = {} if case == WARMED else {"wraps": deepspeed_patches.undo_warm_up_step}
     with mock.patch.object(deepspeed_patches, "undo_warm_up_step", **undo):
@@ -159,10 +152,7 @@ def run(case: Case, world: World, scratch: Path) -> dict[str, Any]:
     steps = train(
         engine, world, range(len(RATES)), folder if case.resumes else None, grows=case.grows
     )
-    found: dict[str, Any] = {
-        "untrained": world.total([untrained.item()])[0] / world.world_size,
-        "steps": steps,
-    }
+    found = {"untrained": world.total([untrained.item()])[0] / world.world_size, "steps": steps}
     engine.close()
     if case.resumes:
         world.barrier()
@@ -179,7 +169,7 @@ def run(case: Case, world: World, scratch: Path) -> dict[str, Any]:
     return found
 
 
-def look_without_training(case: Case, world: World) -> dict[str, Any]:
+def look_without_training(case, world):
     """Validate and predict between the micro-batches of a model with dropout."""
     engine = start_engine(case, world)
     ids = sequences()[0, 0, world.rank]
@@ -206,7 +196,7 @@ def look_without_training(case: Case, world: World) -> dict[str, Any]:
     }
 
 
-def start_from_weights(case: Case, world: World) -> dict[str, Any]:
+def start_from_weights(case, world):
     """Load weights into an engine of other random ones, and look at its float32 masters."""
     from deepspeed.utils import safe_get_full_fp32_param
 
@@ -214,7 +204,7 @@ def start_from_weights(case: Case, world: World) -> dict[str, Any]:
     wanted = dict(model.named_parameters())
     engine = start_engine(case, world, seed=99)
 
-    def fill(target: torch.Tensor, name: str, start: int) -> None:
+    def fill(target, name, start):
         target.copy_(wanted[name].detach().flatten()[start : start + target.numel()])
 
     engine.load_weights(fill)
@@ -241,12 +231,12 @@ def start_from_weights(case: Case, world: World) -> dict[str, Any]:
     return {"exact": is_exact, "loss": loss, "plain": plain}
 
 
-def refuse_what_is_not_finite(case: Case, world: World) -> dict[str, Any]:
+def refuse_what_is_not_finite(case, world):
     """Make a step, then one with an infinite loss of finite gradient on rank 1, then a good one."""
     engine = start_engine(case, world)
     seen = sequences()[0, 0, 0]  # the same on every rank
 
-    def validate() -> float:
+    def validate():
         return engine.validation_loss(seen[:, :-1], seen[:, 1:]).item()
 
     made, losses, passes = [], [validate()], itertools.count()
@@ -263,9 +253,9 @@ def refuse_what_is_not_finite(case: Case, world: World) -> dict[str, Any]:
     return {"made": world.gather([outcome.was_finite() for outcome in made]), "losses": losses}
 
 
-def skip_a_spike(case: Case, world: World) -> dict[str, Any]:
+def skip_a_spike(case, world):
     """Make steps 0, 1 and 2, of which 1 is skipped; then 0 and 2 alone in a new engine."""
-    found: dict[str, Any] = {}
+    found = {}
     for steps in ((0, 1, 2), (0, 2)):
         engine = start_engine(case, world)
         seen, losses, outcomes = sequences()[0, 0, 0], [], []
@@ -275,7 +265,7 @@ def skip_a_spike(case: Case, world: World) -> dict[str, Any]:
                 engine,
                 sequences()[step, :, world.rank],
                 1e-2,
-                before_update=lambda losses, limits=limits: Judge(  # type: ignore[misc]
+                before_update=lambda losses, limits=limits: Judge(
                     torch.stack(losses).mean(), limits
                 ),
             )
@@ -289,7 +279,7 @@ def skip_a_spike(case: Case, world: World) -> dict[str, Any]:
     return found
 
 
-def save_on_a_failing_disk(world: World, scratch: Path) -> dict[str, Any]:
+def save_on_a_failing_disk(world, scratch):
     """Save with a full disk on rank 1, and once more with room."""
     engine = start_engine(Case(3), world)
     full = {"side_effect": OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))}
@@ -311,10 +301,10 @@ def save_on_a_failing_disk(world: World, scratch: Path) -> dict[str, Any]:
     return found
 
 
-def measure(world: World) -> dict[str, Any]:
+def measure(world):
     folder = Path.cwd()
     allow_fp16()
-    found: dict[str, Any] = {case.name: run(case, world, folder) for case in CASES}
+    found = {case.name: run(case, world, folder) for case in CASES}
     for case in LOOKING:
         found[f"look {case.name}"] = look_without_training(case, world)
     for case in STARTING:
@@ -326,7 +316,7 @@ def measure(world: World) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+def found(tmp_path_factory):
     """The results of all cases, from one start of the ranks."""
     folder = tmp_path_factory.mktemp("engine")
     found, _ = on_ranks(measure, folder=folder)
@@ -334,15 +324,15 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     return {**found, "printed": "\n".join(printed)}
 
 
-def column(steps: list[dict[str, float]], key: str) -> list[float]:
+def column(steps, key):
     return [step[key] for step in steps]
 
 
-def loss_difference(steps: list[dict[str, float]], plain: PlainRun) -> float:
+def loss_difference(steps, plain):
     return max(abs(a - b) for a, b in zip(column(steps, "loss"), plain.losses, strict=True))
 
 
-def test_the_plain_loop_learns_and_is_clipped_at_every_step() -> None:
+def test_the_plain_loop_learns_and_is_clipped_at_every_step():
     assert ACCUMULATION > 1
     for family in ("gpt2", "gpt_neox"):
         plain = train_plainly(family)
@@ -351,7 +341,7 @@ def test_the_plain_loop_learns_and_is_clipped_at_every_step() -> None:
 
 
 @by_name(EXACT)
-def test_float32_trains_as_the_plain_loop_does(found: Found, case: Case) -> None:
+def test_float32_trains_as_the_plain_loop_does(found, case):
     steps, plain = found[case.name]["steps"], train_plainly(case.family, grows=case.grows)
     assert loss_difference(steps, plain) < 1e-5
     assert column(steps, "norm") == pytest.approx(plain.norms, rel=1e-5)
@@ -360,7 +350,7 @@ def test_float32_trains_as_the_plain_loop_does(found: Found, case: Case) -> None
 
 
 @by_name(HALF)
-def test_half_precision_stays_close_to_the_plain_loop(found: Found, case: Case) -> None:
+def test_half_precision_stays_close_to_the_plain_loop(found, case):
     steps, plain = found[case.name]["steps"], train_plainly(case.family)
     # Norms differ most in the last step, where the loss falls fastest: 0.010 (fp16), before 0.0007.
     within, norm_within = (0.01, 0.05) if case.dtype == "bf16" else (1e-3, 0.02)
@@ -371,7 +361,7 @@ def test_half_precision_stays_close_to_the_plain_loop(found: Found, case: Case) 
 
 
 @by_name([*EXACT, *HALF])
-def test_histograms_are_of_all_weights_and_of_the_whole_gradient(found: Found, case: Case) -> None:
+def test_histograms_are_of_all_weights_and_of_the_whole_gradient(found, case):
     model = build(case.family)
     names = sorted(name for name, _ in model.named_parameters())
     for step in DESCRIBED_AT:
@@ -386,33 +376,31 @@ def test_histograms_are_of_all_weights_and_of_the_whole_gradient(found: Found, c
 
 
 @by_name(STARTING)
-def test_an_engine_starts_from_given_weights_with_exact_masters(found: Found, case: Case) -> None:
+def test_an_engine_starts_from_given_weights_with_exact_masters(found, case):
     started = found[f"start {case.name}"]
     assert started["exact"]
     within = 1e-6 if case.dtype == "fp32" else 0.01
     assert started["loss"] == pytest.approx(started["plain"], abs=within)
 
 
-def test_bf16_at_stage_0_needs_deepspeeds_first_update_undone(found: Found) -> None:
+def test_bf16_at_stage_0_needs_deepspeeds_first_update_undone(found):
     assert loss_difference(found[WARMED.name]["steps"], train_plainly("gpt2")) > 0.05
 
 
 @by_name(CASES)
-def test_an_untrained_engine_guesses_uniformly(found: Found, case: Case) -> None:
+def test_an_untrained_engine_guesses_uniformly(found, case):
     assert found[case.name]["untrained"] == pytest.approx(math.log(VOCABULARY), abs=0.1)
 
 
 @by_name([case for case in CASES if case.resumes])
-def test_a_new_engine_continues_bit_for_bit_from_shards_and_resharded(
-    found: Found, case: Case
-) -> None:
+def test_a_new_engine_continues_bit_for_bit_from_shards_and_resharded(found, case):
     resumed = found[case.name]["resumed"]
     assert resumed == [found[case.name]["steps"][SAVED_AT:]] * (1 if case.stage == 0 else 2)
     assert found[case.name]["copy is the same"]  # one written after later steps
 
 
 @by_name(OVERFLOWING)
-def test_an_overflow_skips_the_update_and_lowers_the_scale(found: Found, case: Case) -> None:
+def test_an_overflow_skips_the_update_and_lowers_the_scale(found, case):
     steps = found[case.name]["steps"]
     scales, skipped, norms = (column(steps, key) for key in ("scale", "skipped", "norm"))
     overflows = int(skipped[-1])
@@ -426,7 +414,7 @@ def test_an_overflow_skips_the_update_and_lowers_the_scale(found: Found, case: C
     assert all(norm is not None and 0 < norm < 10 for norm in norms[overflows:])
 
 
-def test_skipped_updates_leave_the_weights_alone(found: Found) -> None:
+def test_skipped_updates_leave_the_weights_alone(found):
     losses = {case.stage: column(found[case.name]["steps"], "loss") for case in OVERFLOWING}
     assert losses[0][:4] == pytest.approx(losses[3][:4], abs=1e-4)
     trained = found[Case(3, dtype="fp16").name]["steps"]
@@ -434,7 +422,7 @@ def test_skipped_updates_leave_the_weights_alone(found: Found) -> None:
 
 
 @by_name(REFUSING)
-def test_a_non_finite_loss_on_one_rank_updates_no_weights(found: Found, case: Case) -> None:
+def test_a_non_finite_loss_on_one_rank_updates_no_weights(found, case):
     refused = found[f"refuse {case.name}"]
     untrained, trained, spoiled, after = refused["losses"]
     assert trained < untrained
@@ -447,7 +435,7 @@ def test_a_non_finite_loss_on_one_rank_updates_no_weights(found: Found, case: Ca
 
 
 @by_name(REFUSING)
-def test_a_skipped_spike_changes_nothing_but_the_count_of_steps(found: Found, case: Case) -> None:
+def test_a_skipped_spike_changes_nothing_but_the_count_of_steps(found, case):
     skipped = found[f"skip {case.name}"]
     on_the_host = case.dtype == "fp16" or case.offload_optimizer != "none"
     on_the_host |= (case.stage, case.dtype) == (0, "bf16")
@@ -463,7 +451,7 @@ def test_a_skipped_spike_changes_nothing_but_the_count_of_steps(found: Found, ca
 
 
 @by_name(LOOKING)
-def test_validation_has_no_dropout_and_does_not_affect_training(found: Found, case: Case) -> None:
+def test_validation_has_no_dropout_and_does_not_affect_training(found, case):
     looked = found[f"look {case.name}"]
     assert looked["validations"] == pytest.approx([looked["plain"]] * 3, abs=1e-6)
     assert looked["furthest logit"] < 1e-5
@@ -471,14 +459,14 @@ def test_validation_has_no_dropout_and_does_not_affect_training(found: Found, ca
     assert len({*looked["passes"], looked["plain"]}) == 3  # training still drops
 
 
-def test_a_full_disk_is_returned_on_its_rank_only(found: Found) -> None:
+def test_a_full_disk_is_returned_on_its_rank_only(found):
     first, second = found["failing disk"]
     assert first["full"]["errors"] == []
     assert len(first["full"]["files"]) == 3
     assert second["full"] == {"files": [], "errors": [28, 28, 28], "sizes_are_true": True}
 
 
-def test_every_rank_returns_its_files_after_the_disk_recovers(found: Found) -> None:
+def test_every_rank_returns_its_files_after_the_disk_recovers(found):
     for rank, told in enumerate(found["failing disk"]):
         assert told["good"]["errors"] == []
         assert told["good"]["sizes_are_true"]
@@ -489,6 +477,6 @@ def test_every_rank_returns_its_files_after_the_disk_recovers(found: Found) -> N
         ]
 
 
-def test_deepspeed_prints_only_warnings(found: Found) -> None:
+def test_deepspeed_prints_only_warnings(found):
     lines = [line for line in found["printed"].splitlines() if line]
     assert not [line for line in lines if "OVERFLOW! Skipping step" not in line]

@@ -18,22 +18,12 @@ from engine_cases import (
 )
 from ranks import on_ranks
 
-from refocused.engine.engine import Engine
-from refocused.system.world import World
-
 STEPS = 18
 # Not before the tenth: Adam's bias corrections as powers and as running products agree up to there.
 SAVED_AT = (12, 15)
 
 
-def case_of(
-    dtype: Any,
-    offload: str,
-    family: str,
-    dropout: float,
-    recomputes: bool,
-    gradient_accumulation_steps: int,
-) -> Case:
+def case_of(dtype, offload, family, dropout, recomputes, gradient_accumulation_steps):
     return Case(
         3,
         family,
@@ -48,7 +38,7 @@ def case_of(
 
 
 # Each pair of two settings' values occurs at least once, except for families.
-SETTINGS: list[tuple[Any, ...]] = [
+SETTINGS = [
     ("bf16", "none", "gpt2", 0.2, True, 2),
     ("bf16", "optimizer", "gpt_neox", 0.0, False, 2),
     ("bf16", "all", "gpt2", 0.2, True, 1),
@@ -62,7 +52,7 @@ SETTINGS: list[tuple[Any, ...]] = [
 EXACTNESS_CASES = [case_of(*settings) for settings in SETTINGS]
 
 
-def start(case: Case, world: World, *, seed: int) -> Engine:
+def start(case, world, *, seed):
     """Build an engine; its weights and its ranks' random states follow from the seed."""
     # The scale of fp16 grows again between the saves.
     engine = start_engine(case, world, seed=seed, scale_window=4)
@@ -70,9 +60,9 @@ def start(case: Case, world: World, *, seed: int) -> Engine:
     return engine
 
 
-def train(engine: Engine, case: Case, world: World, steps: range) -> list[Any]:
+def train(engine, case, world, steps):
     """Make steps; return for each this rank's losses, the scale, and the skipped steps."""
-    records: list[Any] = []
+    records = []
     for step in steps:
         before = engine.loss_scale(), engine.skipped_steps
         passes = sequences(STEPS, case.gradient_accumulation_steps)[step, :, world.rank]
@@ -81,7 +71,7 @@ def train(engine: Engine, case: Case, world: World, steps: range) -> list[Any]:
     return records
 
 
-def run(case: Case, world: World, scratch: Path) -> dict[str, Any]:
+def run(case, world, scratch):
     engine = start(case, world, seed=1)
     straight = train(engine, case, world, range(SAVED_AT[0]))
     folder = saved(engine, world, scratch / "first")
@@ -105,7 +95,7 @@ def run(case: Case, world: World, scratch: Path) -> dict[str, Any]:
     }
 
 
-def measure(world: World) -> dict[str, Any]:
+def measure(world):
     """Train every case on this rank, straight and interrupted twice."""
     allow_fp16()
     return {case.name: run(case, world, Path(case.name).absolute()) for case in EXACTNESS_CASES}
@@ -115,12 +105,12 @@ Found = list[dict[str, Any]]  # of each rank, by the case's name
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+def found(tmp_path_factory):
     """The results of all cases, from one start of the ranks."""
     return on_ranks(measure, folder=tmp_path_factory.mktemp("exactness"))
 
 
-def test_every_pair_of_settings_is_covered() -> None:
+def test_every_pair_of_settings_is_covered():
     columns = [column for place, column in enumerate(zip(*SETTINGS, strict=True)) if place != 2]
     for one, other in itertools.combinations(columns, 2):
         assert {*zip(one, other, strict=True)} == {*itertools.product(one, other)}
@@ -128,7 +118,7 @@ def test_every_pair_of_settings_is_covered() -> None:
 
 @pytest.mark.slow
 @by_name(EXACTNESS_CASES)
-def test_two_interruptions_change_no_bit(found: Found, case: Case) -> None:
+def test_two_interruptions_change_no_bit(found, case):
     for rank in found:
         assert rank[case.name]["resumed"] == rank[case.name]["straight"][SAVED_AT[0] :]
         assert rank[case.name]["tensors are the same"]

@@ -6,10 +6,8 @@ float32, of the iteration's bfloat16, and 1.1e-3 in bf16. AdamW's last loss is 4
 
 import dataclasses
 import threading
-from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -31,9 +29,7 @@ from ranks import on_ranks
 from thread_ranks import Exchange
 
 from refocused.engine import optimizer as muon
-from refocused.engine.engine import Engine
 from refocused.engine.optimizer import Moments, flat_matrices, scaled_orthogonal
-from refocused.system.world import World
 
 MUON_CASES = [
     *(Case(stage) for stage in (0, 1, 2, 3)),
@@ -43,7 +39,7 @@ MUON_CASES = [
 BEFORE, AFTER = range(SAVED_AT), range(SAVED_AT, len(RATES))
 
 
-def train(engine: Engine, world: World, steps: range) -> list[float]:
+def train(engine, world, steps):
     """Make steps, of the same sequences on one rank as on two; return their losses."""
     losses = []
     for step in steps:
@@ -54,12 +50,12 @@ def train(engine: Engine, world: World, steps: range) -> list[float]:
     return losses
 
 
-def start(case: Case, world: World, *, seed: int = 0) -> Engine:
+def start(case, world, *, seed=0):
     optimizer = MUON.model_copy(update={"normuon": case.normuon})
     return start_engine(case, world, seed=seed, optimizer=optimizer)
 
 
-def run(case: Case, world: World, folder: Path) -> dict[str, Any]:
+def run(case, world, folder):
     engine = start(case, world)
     losses = train(engine, world, BEFORE)
     saved(engine, world, folder)
@@ -72,7 +68,7 @@ def run(case: Case, world: World, folder: Path) -> dict[str, Any]:
     return {"losses": losses, "resumed": resumed, "resharded": resume_anew(case, world, folder)}
 
 
-def resume_anew(case: Case, world: World, folder: Path) -> list[float]:
+def resume_anew(case, world, folder):
     """Resume what two ranks saved on this number of them; return the losses of the last steps."""
     if case.stage == 0:
         return []
@@ -83,7 +79,7 @@ def resume_anew(case: Case, world: World, folder: Path) -> list[float]:
     return losses
 
 
-def measure(world: World) -> dict[str, Any]:
+def measure(world):
     """Save on two ranks; on one, resume what they saved, stages 1 to 3 in turns."""
     folder = Path.cwd()
     if world.world_size == RANKS:
@@ -96,7 +92,7 @@ def measure(world: World) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("muon")
     on_two, _ = on_ranks(measure, folder=folder)
     (on_one,) = on_ranks(measure, folder=folder, ranks=1)
@@ -105,7 +101,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.slow
 @by_name(MUON_CASES)
-def test_every_stage_trains_as_whole_matrices_do(found: dict[str, Any], case: Case) -> None:
+def test_every_stage_trains_as_whole_matrices_do(found, case):
     largest = 3e-4 if case.dtype == "fp32" else 4e-3
     wanted = train_plainly(case.family, kind="muon").losses
     if case.normuon:  # torch has none
@@ -116,7 +112,7 @@ def test_every_stage_trains_as_whole_matrices_do(found: dict[str, Any], case: Ca
 
 @pytest.mark.slow
 @by_name(MUON_CASES)
-def test_a_resume_is_bit_for_bit_also_resharded(found: dict[str, Any], case: Case) -> None:
+def test_a_resume_is_bit_for_bit_also_resharded(found, case):
     straight = found[case.name]["losses"][SAVED_AT:]
     assert found[case.name]["resumed"] == straight
     if case.stage:
@@ -126,7 +122,7 @@ def test_a_resume_is_bit_for_bit_also_resharded(found: dict[str, Any], case: Cas
         assert found[case.name]["on one"] == pytest.approx(straight, abs=largest)
 
 
-def test_muon_is_another_optimizer_than_adamw() -> None:
+def test_muon_is_another_optimizer_than_adamw():
     muon, adamw = (train_plainly("gpt2", kind=kind).losses for kind in ("muon", "adamw"))
     assert abs(muon[-1] - adamw[-1]) > 0.02
 
@@ -134,9 +130,7 @@ def test_muon_is_another_optimizer_than_adamw() -> None:
 SHAPES = [torch.Size(shape) for shape in ((8, 32), (3, 5), (32, 8), (7, 7), (1, 2), (16, 24))]
 
 
-def updates_of_all(
-    pieces: list[torch.Tensor], shapes: Sequence[torch.Size], moments: Moments, *, by_matrix: bool
-) -> list[torch.Tensor]:
+def updates_of_all(pieces, shapes, moments, *, by_matrix):
     """Return the expected pieces: every matrix computed whole, then split."""
     ranks, gathered = len(pieces), torch.stack(pieces)
     wanted, place = torch.zeros_like(gathered), 0
@@ -160,15 +154,13 @@ def updates_of_all(
 
 @pytest.mark.parametrize("by_matrix", [True, False], ids=["stage 3", "stages 1 and 2"])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7, 40])
-def test_distributed_matrices_equal_those_computed_on_each_rank(
-    ranks: int, by_matrix: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_distributed_matrices_equal_those_computed_on_each_rank(ranks, by_matrix, monkeypatch):
     sizes = [shape.numel() for shape in SHAPES]
     elements = sum(-(-size // ranks) for size in sizes) if by_matrix else -(-sum(sizes) // ranks)
     draw = torch.Generator().manual_seed(3)
     pieces = list(torch.randn((ranks, elements), generator=draw))
     flat = flat_matrices(SHAPES, ranks=ranks, elements=elements, by_matrix=by_matrix)
-    computed: list[torch.Size] = []
+    computed = []
     orthogonal = muon.orthogonal
     monkeypatch.setattr(
         muon, "orthogonal", lambda matrix: computed.append(matrix.shape) or orthogonal(matrix)
@@ -178,7 +170,7 @@ def test_distributed_matrices_equal_those_computed_on_each_rank(
     moments += [dataclasses.replace(moments[0], values=moments[0].values.clone()) for _ in pieces]
     plain, *of_rank = moments
 
-    def update(rank: int) -> torch.Tensor:
+    def update(rank):
         result = torch.zeros_like(pieces[rank])  # 0 where ZeRO pads
         flat.update(pieces[rank].__getitem__, result.__setitem__, of_rank[rank])
         return result
@@ -191,23 +183,19 @@ def test_distributed_matrices_equal_those_computed_on_each_rank(
         assert torch.equal(of_rank[rank].values, plain.values)
 
 
-def on_threads(
-    ranks: int, update: Callable[[int], torch.Tensor], monkeypatch: pytest.MonkeyPatch
-) -> list[torch.Tensor]:
+def on_threads(ranks, update, monkeypatch):
     """Run ranks as threads that communicate through memory."""
     me, shared = threading.local(), Exchange(ranks)
 
-    def exchange(
-        out: torch.Tensor, sent: torch.Tensor, coming: list[int], leaving: list[int]
-    ) -> None:
+    def exchange(out, sent, coming, leaving):
         arrived = [parts[me.rank] for parts in shared.exchange(me.rank, sent.split(leaving))]
         assert [len(part) for part in arrived] == coming
         out.copy_(torch.cat(arrived))
 
-    def add(values: torch.Tensor) -> None:
+    def add(values):
         values.copy_(sum(shared.exchange(me.rank, values)))
 
-    def run(rank: int) -> torch.Tensor:
+    def run(rank):
         me.rank = rank
         return update(rank)
 
@@ -220,7 +208,7 @@ def on_threads(
 
 
 @pytest.mark.parametrize("ranks", [2, 8])
-def test_each_rank_computes_its_share(ranks: int) -> None:
+def test_each_rank_computes_its_share(ranks):
     block = [torch.Size(shape) for shape in ((768, 2304), (768, 768), (768, 3072), (3072, 768))]
     flat = flat_matrices(12 * block, ranks=ranks, elements=12 * 768 * 9216, by_matrix=True)
     work = [0.0] * ranks

@@ -1,8 +1,6 @@
 """ZeRO++ hpZ on two pretended nodes: what the backward pass gathers, and the losses."""
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
 
 import pytest
 import torch
@@ -19,12 +17,11 @@ from engine_cases import (
 )
 from ranks import on_ranks
 
-from refocused.engine.engine import Engine
 from refocused.models.sequence_parallel import join_sequence_group
-from refocused.system.world import GROUP_SECONDS, World
+from refocused.system.world import GROUP_SECONDS
 
 RANKS, NODE = 4, 2
-PARTITIONS: tuple[Literal["world"], Literal["node"]] = ("world", "node")
+PARTITIONS = ("world", "node")
 # Or this small model stays gathered, and the forward pass fetches all that the backward needs.
 # Vectors do stay, as in a run.
 GATHERING = {
@@ -32,17 +29,17 @@ GATHERING = {
     "stage3_prefetch_bucket_size": 0,
     "stage3_max_reuse_distance": 0,
 }
-CALLS: list[list[int]] = []  # the ranks of each all-gather
-PASSES: list[dict[str, list[list[int]]]] = []  # those of each pass
+CALLS = []  # the ranks of each all-gather
+PASSES = []  # those of each pass
 
 
-def measure(world: World) -> dict[str, Any]:
+def measure(world):
     folder = Path.cwd()
     for name in ("all_gather_into_tensor", "all_gather"):
         setattr(dist, name, _counting(getattr(dist, name)))
     join_sequence_group(world.rank, world.world_size, ranks=2)
-    found: dict[str, Any] = {}
-    engines: dict[str, Engine] = {}
+    found = {}
+    engines = {}
     for partition in PARTITIONS:
         case = Case(3, gradient_accumulation_steps=2 * ACCUMULATION, partition=partition)
         engines[partition] = start_engine(case, world, fragment={"zero_optimization": GATHERING})
@@ -62,26 +59,26 @@ def measure(world: World) -> dict[str, Any]:
         engine.validation_loss(ids[:, :-1], ids[:, 1:])
         engine.load_resharded(folder / source, ranks=RANKS)
         found[f"{source} to {partition}, resharded"] = _train(engine, world, SAVED_AT, STEPS)
-    groups = dist.distributed_c10d._world.pg_map  # type: ignore[attr-defined]
+    groups = dist.distributed_c10d._world.pg_map
     backends = [group._get_backend(torch.device("cpu")) for group in groups]
     return found | {"seconds": [one.options._timeout.total_seconds() for one in backends]}
 
 
-def _train(engine: Engine, world: World, first: int, end: int) -> list[float]:
+def _train(engine, world, first, end):
     batches = sequences()[first:end, :, world.rank % 2]
     return [loss for passes in batches for loss in make_step(engine, passes)[0]]
 
 
-def _counting(function: Callable[..., Any]) -> Callable[..., Any]:
-    def counted(*args: Any, group: Any = None, **named: Any) -> Any:
+def _counting(function):
+    def counted(*args, group=None, **named):
         CALLS.append(dist.get_process_group_ranks(group or dist.group.WORLD))
         return function(*args, group=group, **named)
 
     return counted
 
 
-def _watching(backward: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    def watched(loss: Any) -> Any:
+def _watching(backward):
+    def watched(loss):
         forward = list(CALLS)
         CALLS.clear()
         done = backward(loss)
@@ -93,7 +90,7 @@ def _watching(backward: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 @pytest.mark.slow
-def test_a_partition_by_nodes_gathers_inside_them_for_equal_losses(tmp_path: Path) -> None:
+def test_a_partition_by_nodes_gathers_inside_them_for_equal_losses(tmp_path):
     for rank in on_ranks(measure, folder=tmp_path, ranks=RANKS):
         seconds = rank.pop("seconds")  # of every group, of which DeepSpeed makes most
         assert len(seconds) >= 4 and set(seconds) == {GROUP_SECONDS}
@@ -110,5 +107,5 @@ def test_a_partition_by_nodes_gathers_inside_them_for_equal_losses(tmp_path: Pat
         assert rank == dict.fromkeys(rank, later) and len(rank) == 4
 
 
-def _crosses(ranks: list[int]) -> bool:
+def _crosses(ranks):
     return len({rank // NODE for rank in ranks}) > 1

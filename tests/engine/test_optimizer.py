@@ -1,7 +1,6 @@
 """The optimizer's groups and settings, and one update of Muon on whole matrices."""
 
 from types import SimpleNamespace
-from typing import Any, Literal
 
 import pytest
 import torch
@@ -25,9 +24,7 @@ from refocused.engine.optimizer import (
 
 @where_attention_is
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_each_parameter_is_in_one_group_with_its_decay_and_settings(
-    family: str, kind: Literal["adamw", "muon"]
-) -> None:
+def test_each_parameter_is_in_one_group_with_its_decay_and_settings(family, kind):
     model = build(family)
     wanted = OptimizerConfig(kind=kind, lr=1e-3, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.3)
     groups = build_optimizer(model, wanted, block_class=model.block_class).param_groups
@@ -45,14 +42,14 @@ def test_each_parameter_is_in_one_group_with_its_decay_and_settings(
             assert group["fused"]
 
 
-def test_frozen_parameters_and_empty_groups_are_left_out() -> None:
+def test_frozen_parameters_and_empty_groups_are_left_out():
     model = nn.Linear(3, 2)
     model.bias.requires_grad_(False)
     (group,) = build_optimizer(model, OptimizerConfig(lr=1e-3)).param_groups
     assert [p is model.weight for p in group["params"]] == [True]
 
 
-def test_a_load_restores_the_configured_settings() -> None:
+def test_a_load_restores_the_configured_settings():
     weights = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
     groups = [{"params": [one], "weight_decay": 0.1 * n} for n, one in enumerate(weights)]
     optimizer = torch.optim.AdamW(groups, lr=1.0)
@@ -67,8 +64,8 @@ def test_a_load_restores_the_configured_settings() -> None:
 
 
 @pytest.mark.parametrize("holder", ["loss_scaler", "loss_scale_config"])
-def test_a_load_keeps_the_saved_loss_scale_and_the_configured_window(holder: str) -> None:
-    def optimizer(window: int, scale: float) -> SimpleNamespace:
+def test_a_load_keeps_the_saved_loss_scale_and_the_configured_window(holder):
+    def optimizer(window, scale):
         scaler = SimpleNamespace(scale_window=window, cur_scale=scale)
         return SimpleNamespace(param_groups=[], **{holder: scaler})
 
@@ -79,9 +76,7 @@ def test_a_load_keeps_the_saved_loss_scale_and_the_configured_window(holder: str
 
 @pytest.mark.parametrize("iterated", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("shape", [(8, 32), (32, 8), (16, 16)])
-def test_an_update_is_nearly_orthogonal_and_as_large_as_adamws(
-    shape: tuple[int, int], iterated: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_update_is_nearly_orthogonal_and_as_large_as_adamws(shape, iterated, monkeypatch):
     monkeypatch.setattr(module, "iteration_type", lambda device: iterated)
     matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     update = scaled_orthogonal(matrix) / (0.2 * max(shape) ** 0.5)
@@ -94,16 +89,14 @@ def test_an_update_is_nearly_orthogonal_and_as_large_as_adamws(
     )
 
 
-def optimizer_of(layer: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+def optimizer_of(layer, config):
     """Return the optimizer of a model whose only block is a layer."""
     return build_optimizer(nn.Sequential(layer, nn.LayerNorm(1)), config, block_class=type(layer))
 
 
 @pytest.mark.parametrize("shape", [(8, 32), (32, 8), (16, 16)], ids=str)
 @pytest.mark.parametrize("form", ["original", "match_rms_adamw"])
-def test_updates_equal_those_of_torchs_muon_at_the_converted_rate(
-    shape: tuple[int, int], form: str
-) -> None:
+def test_updates_equal_those_of_torchs_muon_at_the_converted_rate(shape, form):
     layers = {"linear": nn.Linear(*shape[::-1], bias=False), "conv1d": Conv1D(shape[0], shape[1])}
     start = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     theirs = nn.Parameter(start.clone())
@@ -128,7 +121,7 @@ def test_updates_equal_those_of_torchs_muon_at_the_converted_rate(
         assert (found - theirs).norm() < 0.04 * moved  # bfloat16 in another order
 
 
-def test_cautious_decay_leaves_elements_that_the_update_moves_away_from_zero() -> None:
+def test_cautious_decay_leaves_elements_that_the_update_moves_away_from_zero():
     signs, weights = torch.tensor([[1.0, 1.0], [-1.0, 1.0]]), []
     for settings in ({"matrix_decay": 0.0}, {}, {"cautious_decay": True}):
         layer = nn.Linear(2, 2, bias=False)
@@ -145,7 +138,7 @@ def test_cautious_decay_leaves_elements_that_the_update_moves_away_from_zero() -
 
 
 @pytest.mark.parametrize("axis", [0, 1])
-def test_normuon_gives_outputs_equal_updates_of_the_same_size(axis: int) -> None:
+def test_normuon_gives_outputs_equal_updates_of_the_same_size(axis):
     draw = torch.Generator().manual_seed(1)
     matrix = torch.randn((32, 8) if axis == 0 else (8, 32), generator=draw)
     moments = Moments(torch.zeros(32), axis, 0.05)
@@ -157,12 +150,12 @@ def test_normuon_gives_outputs_equal_updates_of_the_same_size(axis: int) -> None
     assert cosine.min() > 0.999  # each output keeps its direction
 
 
-def test_momentum_rises_over_the_warmup_and_stays() -> None:
+def test_momentum_rises_over_the_warmup_and_stays():
     assert [momentum_at(step, warmup_steps=4) for step in range(6)] == pytest.approx(MOMENTA)
     assert [momentum_at(step, warmup_steps=0) for step in (0, 9)] == [0.95, 0.95]
 
 
-def test_a_skipped_update_changes_nothing() -> None:
+def test_a_skipped_update_changes_nothing():
     model = build("gpt2")
     optimizer = build_optimizer(model, MUON, block_class=model.block_class)
     assert isinstance(optimizer, MuonAndAdamW)
@@ -179,5 +172,5 @@ def test_a_skipped_update_changes_nothing() -> None:
     assert all(torch.equal(a, b) for a, b in zip(momenta, after, strict=True))
 
 
-def _momenta(optimizer: MuonAndAdamW) -> list[dict[str, Any]]:
+def _momenta(optimizer):
     return [state for state in optimizer.state.values() if "momentum_buffer" in state]

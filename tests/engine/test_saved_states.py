@@ -1,13 +1,10 @@
 """Files in DeepSpeed's layout, read parameter by parameter."""
 
 import itertools
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from refocused.engine.resharding import KINDS, reshard
 from refocused.engine.zero_files import ZeroFiles
@@ -20,13 +17,13 @@ SIZES = {name: torch.Size(shape).numel() for group in GROUPS for name, shape in 
 STEP = 12.0
 
 
-def content(name: str, kind: str) -> Tensor:
+def content(name, kind):
     """The flattened parameter, or a moment of it."""
     draw = torch.Generator().manual_seed(sum(map(ord, name + kind)))
     return torch.rand(SIZES[name], generator=draw)
 
 
-def adam(groups: list[dict[str, Tensor]]) -> dict[str, Any]:
+def adam(groups):
     states = {
         index: {"step": torch.tensor(STEP), **{kind: group[kind] for kind in KINDS[1:]}}
         for index, group in enumerate(groups)
@@ -34,11 +31,11 @@ def adam(groups: list[dict[str, Tensor]]) -> dict[str, Any]:
     return {"state": states, "param_groups": []}
 
 
-def padded(flat: Tensor, size: int) -> Tensor:
+def padded(flat, size):
     return torch.cat([flat, torch.full((size - flat.numel(),), -1.0)])
 
 
-def partitioned(rank: int, ranks: int) -> dict[str, Any]:
+def partitioned(rank, ranks):
     """One rank's file of ZeRO 1 and 2: a concatenated group, split into equal parts."""
     groups, mappings = [], []
     for named in GROUPS:
@@ -62,11 +59,11 @@ def partitioned(rank: int, ranks: int) -> dict[str, Any]:
     }
 
 
-def sharded(rank: int, ranks: int, *, sub_group: int | None = None) -> dict[str, Any]:
+def sharded(rank, ranks, *, sub_group=None):
     """One rank's file of ZeRO 3: each parameter split into equal parts, groups by size."""
-    groups: list[dict[str, Tensor]] = []
+    groups = []
     for named in GROUPS:
-        parts: dict[str, list[Tensor]] = {kind: [] for kind in KINDS}
+        parts = {kind: [] for kind in KINDS}
         for name, kind in itertools.product(named, KINDS):
             part = -(-SIZES[name] // ranks)
             whole = padded(content(name, kind), part * ranks)
@@ -81,11 +78,11 @@ def sharded(rank: int, ranks: int, *, sub_group: int | None = None) -> dict[str,
     }
 
 
-def cut_by_size(rank: int, ranks: int) -> dict[str, Any]:
+def cut_by_size(rank, ranks):
     return sharded(rank, ranks, sub_group=4)
 
 
-def write(folder: Path, ranks: int, state: Any) -> None:
+def write(folder, ranks, state):
     counters = {"global_steps": 12, "global_samples": 96, "skipped_steps": 0}
     shapes = [{name: torch.Size(shape) for name, shape in group.items()} for group in GROUPS]
     module = {name: torch.zeros(0) for group in GROUPS for name in group}
@@ -100,7 +97,7 @@ def write(folder: Path, ranks: int, state: Any) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("form", [partitioned, sharded, cut_by_size])
-def test_every_element_of_every_parameter_is_found(tmp_path: Path, ranks: int, form: Any) -> None:
+def test_every_element_of_every_parameter_is_found(tmp_path, ranks, form):
     write(tmp_path, ranks, form)
     saved = ZeroFiles(tmp_path, ranks=ranks)
     assert saved.shapes == {**GROUPS[0], **GROUPS[1]} == saved.trained
@@ -113,8 +110,8 @@ def test_every_element_of_every_parameter_is_found(tmp_path: Path, ranks: int, f
             assert torch.equal(target, content(name, kind)[start : start + 6]), (name, kind, start)
 
 
-def test_before_the_first_update_there_are_only_masters(tmp_path: Path) -> None:
-    def skipped(rank: int, ranks: int) -> dict[str, Any]:
+def test_before_the_first_update_there_are_only_masters(tmp_path):
+    def skipped(rank, ranks):
         return sharded(rank, ranks) | {"optimizer_state_dict": {"state": {}, "param_groups": []}}
 
     write(tmp_path, 2, skipped)
@@ -124,17 +121,15 @@ def test_before_the_first_update_there_are_only_masters(tmp_path: Path) -> None:
     assert torch.equal(target, content("a.weight", "master"))
 
 
-def test_more_ranks_than_saved_are_rejected(tmp_path: Path) -> None:
+def test_more_ranks_than_saved_are_rejected(tmp_path):
     write(tmp_path, 2, sharded)
     with pytest.raises(CheckpointError, match="2 optimizer files, and 3 ranks have saved it"):
         ZeroFiles(tmp_path, ranks=3)
 
 
 @pytest.mark.parametrize(("change", "elements"), [(-1, 39), (1, 41)])
-def test_a_rank_with_another_number_of_elements_is_rejected(
-    tmp_path: Path, change: int, elements: int
-) -> None:
-    def other(rank: int, ranks: int) -> dict[str, Any]:
+def test_a_rank_with_another_number_of_elements_is_rejected(tmp_path, change, elements):
+    def other(rank, ranks):
         state = sharded(rank, ranks)
         last = state["fp32_flat_groups"][-1]
         state["fp32_flat_groups"][-1] = torch.zeros(len(last) + change)
@@ -145,7 +140,7 @@ def test_a_rank_with_another_number_of_elements_is_rejected(
         ZeroFiles(tmp_path, ranks=2)
 
 
-def test_file_names_give_the_rank() -> None:
+def test_file_names_give_the_rank():
     assert optimizer_file_rank("bf16_zero_pp_rank_12_mp_rank_00_optim_states.pt") == 12
     assert optimizer_file_rank("zero/zero_pp_rank_3_mp_rank_00_optim_states.pt") == 3
     assert optimizer_file_rank("zero_pp_rank_3_mp_rank_00_model_states.pt") is None
@@ -156,7 +151,7 @@ def test_file_names_give_the_rank() -> None:
 
 
 @pytest.mark.parametrize(("saved", "now"), [(True, False), (False, True), (True, True)])
-def test_states_on_nvme_are_not_resharded(tmp_path: Path, saved: bool, now: bool) -> None:
+def test_states_on_nvme_are_not_resharded(tmp_path, saved, now):
     engine = SimpleNamespace(zero_nvme_offload_optimizer=lambda: now)
     if saved:
         (tmp_path / "offloaded_tensors" / "rank00").mkdir(parents=True)

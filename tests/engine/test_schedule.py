@@ -1,6 +1,4 @@
 import math
-from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -10,13 +8,13 @@ from refocused.config.optimization import ScheduleConfig
 from refocused.engine.schedule import RatePlan, rate_change, saved_plan, unfinished_cycle
 
 
-def rates(schedule: ScheduleConfig, total: int, *, peak: float = 1.0) -> list[float]:
+def rates(schedule, total, *, peak=1.0):
     return [RatePlan(peak, total, schedule).at(step) for step in range(total)]
 
 
 ROOT_HALF = math.sqrt(0.5)
 QUARTER = (1 - ROOT_HALF) / 2  # of a cosine's way at a quarter of its length
-BY_HAND: list[tuple[dict[str, Any], list[float]]] = [
+BY_HAND = [
     (
         {"kind": "cosine", "warmup_steps": 2, "min_lr_ratio": 0.1},  # a quarter a step, and after
         [0.5, 1.0, 1 - 0.9 * QUARTER, 0.55, 0.1 + 0.9 * QUARTER, 0.1, 0.1, 0.1],
@@ -52,15 +50,13 @@ BY_HAND: list[tuple[dict[str, Any], list[float]]] = [
 
 
 @pytest.mark.parametrize(("settings", "expected"), BY_HAND)
-def test_rates_by_hand(settings: dict[str, Any], expected: list[float]) -> None:
+def test_rates_by_hand(settings, expected):
     plan = RatePlan(6e-4, 6, ScheduleConfig(**settings))
     assert [plan.at(step) / 6e-4 for step in range(len(expected))] == pytest.approx(expected)
 
 
 @given(st.integers(1, 200), st.integers(0, 200), st.floats(0, 1))
-def test_the_stable_phase_does_not_depend_on_the_length(
-    total: int, more: int, share: float
-) -> None:
+def test_the_stable_phase_does_not_depend_on_the_length(total, more, share):
     schedule = ScheduleConfig(kind="wsd", decay_fraction=share)
     stable = schedule.decay_begins(total)
     assert rates(schedule, total + more)[:stable] == [1.0] * stable
@@ -72,11 +68,11 @@ SHAPES = st.builds(
 
 
 @given(SHAPES, st.sampled_from(["cosine", "linear", "wsd", "one_cycle", "constant"]))
-def test_it_rises_through_the_warmup_and_never_again(shape: dict[str, float], kind: str) -> None:
+def test_it_rises_through_the_warmup_and_never_again(shape, kind):
     total = int(shape["total"])
     warmup = int(shape["share"] * total)
     schedule = ScheduleConfig(
-        kind=kind,  # type: ignore[arg-type]
+        kind=kind,
         warmup_steps=warmup,
         min_lr_ratio=shape["min_lr_ratio"],
         decay_steps=max(1, total - warmup) if kind == "wsd" else None,
@@ -97,14 +93,12 @@ WSD = ScheduleConfig(kind="wsd", min_lr_ratio=0.0, decay_fraction=0.2)
 CONSTANT = ScheduleConfig(kind="constant")
 
 
-def change(
-    step: int, planned: int, total: int, before: ScheduleConfig, now: ScheduleConfig | None = None
-) -> str:
+def change(step, planned, total, before, now=None):
     plans = RatePlan(1e-3, planned, before), RatePlan(1e-3, total, now or before)
     return rate_change(step, saved=plans[0], now=plans[1]) or ""
 
 
-def test_raising_the_steps_of_a_finished_cosine_says_what_the_rate_will_do() -> None:
+def test_raising_the_steps_of_a_finished_cosine_says_what_the_rate_will_do():
     text = change(500, 500, 1000, COSINE)
     # Half way down from 1e-3 to 1e-4 is 5.5e-4; the last step was at the floor.
     assert "(cosine) was planned for 500 steps; now it is cosine over 1,000." in text
@@ -113,13 +107,13 @@ def test_raising_the_steps_of_a_finished_cosine_says_what_the_rate_will_do() -> 
     assert "schedule.kind=wsd" in text and "--resume STEP --as NAME run.steps=N" in text
 
 
-def test_a_later_peak_is_named() -> None:
+def test_a_later_peak_is_named():
     restarts = ScheduleConfig(kind="warm_restarts", min_lr_ratio=0.1, cycle_steps=400)
     text = change(500, 500, 1000, COSINE, restarts)
     assert "to 8.68e-04 at step 501, reaches 1.00e-03 at step 801 and ends at" in text
 
 
-def test_a_jump_from_or_into_a_decay_names_the_stable_steps() -> None:
+def test_a_jump_from_or_into_a_decay_names_the_stable_steps():
     assert "jumps from 0.00e+00 to 1.00e-03 at step 401" in change(400, 400, 1000, WSD)
     assert "resume from step 320 or before it, at the peak" in change(400, 400, 1000, WSD)
     assert "resume from step 480 or before it" in change(500, 1000, 600, WSD)
@@ -127,7 +121,7 @@ def test_a_jump_from_or_into_a_decay_names_the_stable_steps() -> None:
     assert "set back" in change(500, 1000, 600, COSINE)
 
 
-def test_a_jump_of_the_matrices_rate_alone_is_named() -> None:
+def test_a_jump_of_the_matrices_rate_alone_is_named():
     saved, raised = RatePlan(1e-3, 500, COSINE), RatePlan(1e-3, 500, COSINE, matrix_peak=2e-3)
     text = rate_change(250, saved=saved, now=raised) or ""
     assert "The learning rate of Muon's matrices jumps from 5.51e-04 to 1.10e-03" in text
@@ -153,13 +147,11 @@ def test_a_jump_of_the_matrices_rate_alone_is_named() -> None:
         (800, 1000, 900, WSD, CONSTANT),  # stable in both
     ],
 )
-def test_changes_that_do_not_affect_the_rate_are_not_reported(
-    step: int, planned: int, total: int, before: ScheduleConfig, now: ScheduleConfig
-) -> None:
+def test_changes_that_do_not_affect_the_rate_are_not_reported(step, planned, total, before, now):
     assert change(step, planned, total, before, now) == ""
 
 
-def test_a_cycle_that_the_run_does_not_finish_is_named() -> None:
+def test_a_cycle_that_the_run_does_not_finish_is_named():
     restarts = ScheduleConfig(kind="warm_restarts", warmup_steps=100, cycle_steps=400)
     (text,) = filter(None, [unfinished_cycle(501, restarts)])
     assert "the last update is at 100% of the peak rate" in text
@@ -189,9 +181,7 @@ PLANNED = "{run: {name: a, steps: 500}, optimizer: {lr: 0.5}, schedule: {kind: l
         ("3", None),
     ],
 )
-def test_the_plan_is_read_from_the_checkpoints_run_file(
-    tmp_path: Path, content: str, plan: RatePlan | None
-) -> None:
+def test_the_plan_is_read_from_the_checkpoints_run_file(tmp_path, content, plan):
     (tmp_path / "run.yaml").write_text(content)
     assert saved_plan(tmp_path / "run.yaml") == plan
     assert saved_plan(tmp_path / "none.yaml") is None

@@ -2,7 +2,6 @@
 
 import itertools
 import statistics
-from typing import Any, Literal
 
 import pytest
 import torch
@@ -21,19 +20,14 @@ from engine_cases import (
 from ranks import on_ranks
 from small_families import WITH_ATTENTION, build, tokens
 
-from refocused.models.sequence_parallel import SequenceGroup, join_sequence_group
-from refocused.system.world import World
+from refocused.models.sequence_parallel import join_sequence_group
 
 TOLERANCE = 1e-5
 KEY_HEADS = "num_key_value_heads"
 SIZES = (2, 4)
-FORMS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "recomputed": {"recomputes": True},
-    "masked": {"document_id": DOCUMENT},
-}
+FORMS = {"plain": {}, "recomputed": {"recomputes": True}, "masked": {"document_id": DOCUMENT}}
 LOOKUP = {"convolution_width": 4, "memory_heads": 4, "attention_every": 3, "attention_heads": 4}
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
+CASES = {
     f"{family}, {form}": (family, settings | ({} if family == "gpt2" else {KEY_HEADS: 4}))
     for family, (form, settings) in itertools.product(WITH_ATTENTION, FORMS.items())
 } | {
@@ -41,11 +35,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "ten, recomputed": ("ten", {"recomputes": True}),
     "ten, lookup": ("ten", {**LOOKUP, "num_hidden_layers": 3}),
 }
-STAGES: tuple[Literal[0], Literal[3]] = (0, 3)
+STAGES = (0, 3)
 
 
-def measure(world: World) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def measure(world):
+    found = {}
     groups = {size: join_sequence_group(world.rank, world.world_size, ranks=size) for size in SIZES}
     ids = tokens(4, 65)
     ids[:, ::9] = DOCUMENT
@@ -82,7 +76,7 @@ def measure(world: World) -> dict[str, Any]:
     return found
 
 
-def _train(stage: Literal[0, 3], world: World, group: SequenceGroup | None) -> list[float]:
+def _train(stage, world, group):
     """Make the steps of a plain loop with an engine whose ranks share all sequences."""
     case = Case(stage, gradient_accumulation_steps=world.world_size // RANKS * ACCUMULATION)
     engine = start_engine(case, world, prepare=lambda model: setattr(model, "sequence", group))
@@ -91,7 +85,7 @@ def _train(stage: Literal[0, 3], world: World, group: SequenceGroup | None) -> l
 
 
 @pytest.fixture(scope="module")
-def parts(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def parts(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sequence")
     return on_ranks(measure, folder=folder, ranks=4)
 
@@ -99,9 +93,7 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("case", CASES)
-def test_shared_sequences_have_the_loss_and_gradient_of_whole_ones(
-    case: str, size: int, parts: list[dict[str, Any]]
-) -> None:
+def test_shared_sequences_have_the_loss_and_gradient_of_whole_ones(case, size, parts):
     found = [rank[f"{case}, {size} ranks"] for rank in parts]
     assert abs(sum(one["loss"] for one in found) / len(found)) < TOLERANCE
     assert abs(sum(one["seen"] for one in found) / len(found)) < TOLERANCE
@@ -110,9 +102,7 @@ def test_shared_sequences_have_the_loss_and_gradient_of_whole_ones(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
-def test_training_with_shared_sequences_equals_a_plain_loop(
-    stage: Literal[0, 3], parts: list[dict[str, Any]]
-) -> None:
+def test_training_with_shared_sequences_equals_a_plain_loop(stage, parts):
     steps = zip(*(rank[f"ZeRO-{stage}"] for rank in parts), strict=True)
     found = [sum(step) / len(step) for step in steps]
     assert found == pytest.approx(train_plainly("gpt2").losses, abs=TOLERANCE)

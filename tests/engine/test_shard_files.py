@@ -9,9 +9,7 @@ import pickletools
 import random
 import resource
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,11 +23,11 @@ from refocused.engine import state_files
 from refocused.engine.shard_files import HashingCheckpointEngine, HostMemory, capture, restore
 from refocused.engine.state_files import HashingWriter, WrittenFile, copy_hashed, save_hashed
 
-CONTENT: dict[str, Any] = {"weights": torch.arange(100_000), "names": ["a", "b"]}
+CONTENT = {"weights": torch.arange(100_000), "names": ["a", "b"]}
 
 
 @pytest.fixture
-def small_files() -> Iterator[None]:
+def small_files():
     """Limit files to 64 KiB."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (65_536, hard))
@@ -37,7 +35,7 @@ def small_files() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_the_checksum_is_of_the_file_and_the_archive_has_none(tmp_path: Path) -> None:
+def test_the_checksum_is_of_the_file_and_the_archive_has_none(tmp_path):
     path, target = tmp_path / "shard.pt", tmp_path / "below" / "copy.pt"
     written = save_hashed(CONTENT, path)
     assert written == WrittenFile(path, path.stat().st_size, crc32c_of(path))
@@ -54,13 +52,13 @@ def test_the_checksum_is_of_the_file_and_the_archive_has_none(tmp_path: Path) ->
         save_hashed(CONTENT, path)
 
 
-def test_the_systems_error_is_raised_instead_of_torchs(tmp_path: Path, small_files: None) -> None:
+def test_the_systems_error_is_raised_instead_of_torchs(tmp_path, small_files):
     with pytest.raises(OSError) as caught:
         save_hashed(CONTENT, tmp_path / "shard.pt")
     assert caught.value.errno == errno.EFBIG
 
 
-def test_writes_after_the_first_error_are_discarded() -> None:
+def test_writes_after_the_first_error_are_discarded():
     with Path("/dev/full").open("wb", buffering=0) as full:
         writer = HashingWriter(full)
         assert writer.write(b"12345") == 5
@@ -71,7 +69,7 @@ def test_writes_after_the_first_error_are_discarded() -> None:
         assert writer.error is first
 
 
-def test_a_failure_at_the_last_flush_counts_too() -> None:
+def test_a_failure_at_the_last_flush_counts_too():
     full = Path("/dev/full").open("wb")  # noqa: SIM115 - closing it fails, by design
     writer = HashingWriter(full)
     writer.write(b"buffered")
@@ -82,10 +80,8 @@ def test_a_failure_at_the_last_flush_counts_too() -> None:
         full.close()
 
 
-def test_write_back_starts_before_the_flush(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sent: list[tuple[int, int]] = []
+def test_write_back_starts_before_the_flush(tmp_path, monkeypatch):
+    sent = []
     monkeypatch.setattr(state_files, "BLOCK_BYTES", 1000)
     monkeypatch.setattr(state_files, "WRITE_BACK_BYTES", 3000)
     monkeypatch.setattr(state_files, "start_write_back", lambda _, *part: sent.append(part))
@@ -98,7 +94,7 @@ def test_write_back_starts_before_the_flush(
     assert writer.crc32c == crc32c_of(tmp_path / "file")
 
 
-def test_a_save_collects_errors_and_the_next_one_clears_them(tmp_path: Path) -> None:
+def test_a_save_collects_errors_and_the_next_one_clears_them(tmp_path):
     engine = HashingCheckpointEngine()
     engine.create(None)
     engine.save(CONTENT, str(tmp_path / "missing" / "a.pt"))
@@ -118,7 +114,7 @@ OBJECTS = {
 
 
 @pytest.mark.parametrize("copied", [False, True])
-def test_files_have_plain_values_and_loads_restore_objects(tmp_path: Path, copied: bool) -> None:
+def test_files_have_plain_values_and_loads_restore_objects(tmp_path, copied):
     engine, file = HashingCheckpointEngine(), tmp_path / "states.pt"
     engine.create(None)
     with engine.copying() if copied else contextlib.nullcontext():
@@ -134,13 +130,13 @@ def test_files_have_plain_values_and_loads_restore_objects(tmp_path: Path, copie
     assert vars(read["loss_scaler"]) == vars(OBJECTS["loss_scaler"])
 
 
-def saved(content: Any) -> bytes:
+def saved(content):
     file = io.BytesIO()
     torch.save(content, file)
     return file.getvalue()
 
 
-def content_of(step: float) -> dict[str, Any]:
+def content_of(step):
     """Content as in a checkpoint: views of one storage, a parameter, plain values."""
     flat = torch.full((1000,), step)
     return {
@@ -155,7 +151,7 @@ def content_of(step: float) -> dict[str, Any]:
     }
 
 
-def test_a_copy_is_independent_of_later_changes() -> None:
+def test_a_copy_is_independent_of_later_changes():
     content = content_of(1.0)
     before, copy = saved(content), HostMemory().copy(content)
     first, second = (part.untyped_storage() for part in copy["masters"])
@@ -169,8 +165,8 @@ def test_a_copy_is_independent_of_later_changes() -> None:
     assert saved(copy) == before
 
 
-def test_the_next_copy_reuses_the_memory() -> None:
-    def pointers(copy: dict[str, Any]) -> list[int]:
+def test_the_next_copy_reuses_the_memory():
+    def pointers(copy):
         return [copy["masters"][0].untyped_storage().data_ptr(), copy["half"].data_ptr()]
 
     memory = HostMemory()
@@ -183,14 +179,14 @@ def test_the_next_copy_reuses_the_memory() -> None:
 
 
 @pytest.mark.gpu
-def test_a_copy_from_a_gpu_lies_in_pinned_host_memory() -> None:
+def test_a_copy_from_a_gpu_lies_in_pinned_host_memory():
     copy = HostMemory().copy({"weights": torch.ones(1000, device="cuda")})
     torch.cuda.synchronize()
     assert copy["weights"].is_pinned()
     assert torch.equal(copy["weights"], torch.ones(1000))
 
 
-def test_a_restored_state_repeats_its_draws(tmp_path: Path) -> None:
+def test_a_restored_state_repeats_its_draws(tmp_path):
     torch.manual_seed(3)
     torch.save(capture(), tmp_path / "state.pt")
     wanted = torch.rand(3)
@@ -198,7 +194,7 @@ def test_a_restored_state_repeats_its_draws(tmp_path: Path) -> None:
     assert torch.equal(torch.rand(3), wanted)
 
 
-def test_draws_of_libraries_change_no_saved_state() -> None:
+def test_draws_of_libraries_change_no_saved_state():
     before = saved(capture())
     random.random(), np.random.rand()  # as google-cloud-storage does in an upload
     assert saved(capture()) == before

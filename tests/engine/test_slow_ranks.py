@@ -1,8 +1,6 @@
 """Real ranks, one of which computes more slowly: who is named, by ZeRO stage."""
 
 import time
-from pathlib import Path
-from typing import Any, Literal
 
 import pytest
 from engine_cases import Case, make_step, sequences, start_engine
@@ -10,11 +8,9 @@ from ranks import on_ranks
 
 from refocused.metrics.meter import MARKED_EVERY
 from refocused.metrics.rank_times import OWN, WINDOW, RankTimes
-from refocused.models.causal_lm import CausalLM
-from refocused.system.world import World
 from refocused.train.step.reporter import gather_figures
 
-STAGES: tuple[Literal[2, 3], ...] = (2, 3)
+STAGES = (2, 3)
 SLOW_RANK = 1
 # Sleep is what a busy machine lengthens least. The passes' own computation takes a tenth of it.
 FORWARD_SECONDS, SLOW_SECONDS = 0.15, 0.2
@@ -22,18 +18,18 @@ MOST_WINDOWS = 6  # the first one names the rank, unless other programs disturb 
 GATHERING = {"stage3_param_persistence_threshold": 200, "stage3_max_reuse_distance": 0}
 
 
-def measure(world: World) -> dict[str, Any]:
-    def sleeping(model: CausalLM) -> None:
+def measure(world):
+    def sleeping(model):
         block = next(one for one in model.modules() if isinstance(one, model.block_class))
         forward = block.forward
 
-        def slow_forward(*args: Any, **named: Any) -> Any:
+        def slow_forward(*args, **named):
             time.sleep(SLOW_SECONDS if world.rank == SLOW_RANK else FORWARD_SECONDS)
             return forward(*args, **named)
 
-        block.forward = slow_forward  # type: ignore[method-assign]
+        block.forward = slow_forward
 
-    found: dict[str, Any] = {}
+    found = {}
     for stage in STAGES:
         fragment = {"zero_optimization": GATHERING} if stage == 3 else {}
         engine = start_engine(Case(stage), world, prepare=sleeping, fragment=fragment)
@@ -60,7 +56,7 @@ def measure(world: World) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_30_percent_slower_is_named(tmp_path: Path) -> None:
+def test_a_rank_that_is_30_percent_slower_is_named(tmp_path):
     found, _ = on_ranks(measure, folder=tmp_path)
     assert set(found) == {"2", "3"}
     for of_stage in found.values():

@@ -2,8 +2,6 @@
 
 import os
 import zipfile
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +13,7 @@ STAGE = b"cdeepspeed.runtime.zero.config\nZeroStageEnum\n"
 GETATTR = b"c__builtin__\ngetattr\n"  # as protocol 2 names it
 
 
-def write(path: Path, value: bytes) -> Path:
+def write(path, value):
     """Write a file as `torch.save` does whose content is `{"stage": value}`, by its pickle."""
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("archive/version", "3\n")
@@ -23,11 +21,11 @@ def write(path: Path, value: bytes) -> Path:
     return path
 
 
-def text(value: str) -> bytes:
+def text(value):
     return b"X" + len(value).to_bytes(4, "little") + value.encode()
 
 
-def call(function: bytes, *arguments: bytes) -> bytes:
+def call(function, *arguments):
     return function + b"(" + b"".join(arguments) + b"tR"
 
 
@@ -47,7 +45,7 @@ def call(function: bytes, *arguments: bytes) -> bytes:
     }.items(),
     ids=lambda item: item[0],
 )
-def test_only_tensors_and_plain_values_are_read(tmp_path: Path, form: tuple[str, bytes]) -> None:
+def test_only_tensors_and_plain_values_are_read(tmp_path, form):
     with pytest.raises(UnreadableFileError, match=r"states.pt cannot be loaded: "):
         read_state(write(tmp_path / "states.pt", form[1]))
 
@@ -55,15 +53,15 @@ def test_only_tensors_and_plain_values_are_read(tmp_path: Path, form: tuple[str,
 class Runs:
     """Creates a folder when unpickled without restrictions."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self._folder = folder
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self):
         return os.mkdir, (str(self._folder),)
 
 
 @pytest.mark.parametrize("mapped", [False, True])
-def test_code_in_a_file_is_rejected_and_not_run(tmp_path: Path, mapped: bool) -> None:
+def test_code_in_a_file_is_rejected_and_not_run(tmp_path, mapped):
     file, folder = tmp_path / "states.pt", tmp_path / "made"
     torch.save({"module": Runs(folder)}, file)
     with pytest.raises(UnreadableFileError, match=r"cannot be loaded: it contains .*posix\.mkdir"):
@@ -73,7 +71,7 @@ def test_code_in_a_file_is_rejected_and_not_run(tmp_path: Path, mapped: bool) ->
     assert folder.exists()  # the file is able to
 
 
-def test_truncated_corrupt_and_other_files_are_rejected(tmp_path: Path) -> None:
+def test_truncated_corrupt_and_other_files_are_rejected(tmp_path):
     torch.save({"module": torch.ones(1000)}, tmp_path / "states.pt")
     spoilt = [b"h\x07", b"\xff", b"R", call(STAGE, text("weights"))]
     files = [write(tmp_path / f"{number}.pt", form) for number, form in enumerate(spoilt)]
@@ -86,7 +84,7 @@ def test_truncated_corrupt_and_other_files_are_rejected(tmp_path: Path) -> None:
             read_state(file, mapped=True)
 
 
-def test_a_read_error_is_not_taken_for_corruption(tmp_path: Path) -> None:
+def test_a_read_error_is_not_taken_for_corruption(tmp_path):
     with pytest.raises(CheckpointError, match=r"gone.pt cannot be read: No such file") as told:
         read_state(tmp_path / "gone.pt", mapped=True)
     assert not isinstance(told.value, UnreadableFileError)

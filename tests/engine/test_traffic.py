@@ -7,25 +7,21 @@ import math
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch.distributed as dist
 from engine_cases import ACCUMULATION, Case, make_step, sequences, start_engine
 from ranks import on_ranks
 
-from refocused.engine.engine import Engine
 from refocused.estimate.step_time import collective_bytes
 from refocused.models.causal_lm import counted_parameters
-from refocused.system.world import World
 
 BUCKET = 40_000  # elements: the model has 136,960, the largest matrix 32,768
 SMALL = {"reduce_bucket_size": BUCKET}
 GATHERING = {"stage3_param_persistence_threshold": 0}  # or this small model stays gathered
 # By name: stage, precision, DeepSpeed settings. The last is saved and samples.
-CASES: dict[str, tuple[Any, Any, dict[str, int]]] = {
+CASES = {
     **{
         f"{stage}, {dtype}": (stage, dtype, {}) for stage in (0, 1, 2) for dtype in ("bf16", "fp32")
     },
@@ -36,8 +32,8 @@ CASES: dict[str, tuple[Any, Any, dict[str, int]]] = {
     "3, fp32": (3, "fp32", GATHERING),
 }
 
-SENT: Counter[str] = Counter()  # bytes of whole tensors, by collective
-CALLS: Counter[str] = Counter()
+SENT = Counter()  # bytes of whole tensors, by collective
+CALLS = Counter()
 
 # The argument that is of full size, or a list of its parts.
 WHOLE = {
@@ -53,16 +49,16 @@ WHOLE = {
 LEAST_ELEMENTS = 64  # fewer are norms and flags
 
 
-def count_what_is_sent() -> None:
+def count_what_is_sent():
     """Wrap torch's collectives, before DeepSpeed imports them."""
     for name, whole in WHOLE.items():
         setattr(dist, name, counting(name, getattr(dist, name), whole))
 
 
-def counting(name: str, function: Callable[..., Any], whole: str) -> Callable[..., Any]:
+def counting(name, function, whole):
     signature = inspect.signature(function)
 
-    def counted(*args: Any, **named: Any) -> Any:
+    def counted(*args, **named):
         tensors = signature.bind(*args, **named).arguments[whole]
         parts = tensors if isinstance(tensors, list) else [tensors]
         if sum(part.numel() for part in parts) >= LEAST_ELEMENTS:
@@ -73,16 +69,16 @@ def counting(name: str, function: Callable[..., Any], whole: str) -> Callable[..
     return counted
 
 
-def counted_in(act: Callable[[], Any]) -> dict[str, list[int]]:
+def counted_in(act):
     """Return the calls and bytes of each collective during an action."""
     SENT.clear(), CALLS.clear()
     act()
     return {name: [CALLS[name], SENT[name]] for name in SENT}
 
 
-def measure(world: World) -> dict[str, Any]:
+def measure(world):
     count_what_is_sent()
-    steps: dict[str, Any] = {}
+    steps = {}
     for name, (stage, dtype, zero) in CASES.items():
         fragment = {"zero_optimization": zero} if zero else {}
         engine = start_engine(Case(stage, dtype=dtype), world, fragment=fragment)
@@ -104,7 +100,7 @@ def measure(world: World) -> dict[str, Any]:
     }
 
 
-def sample(engine: Engine, holding: contextlib.AbstractContextManager[Any]) -> None:
+def sample(engine, holding):
     with holding:
         for length in (4, 5, 6):
             engine.next_token_logits(sequences()[0, 0, 0, :, :length])
@@ -124,13 +120,13 @@ STEPS = [
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def found(tmp_path_factory):
     return on_ranks(measure, folder=tmp_path_factory.mktemp("traffic"))[0]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", STEPS)
-def test_a_step_has_the_expected_collectives_and_bytes(found: dict[str, Any], case: str) -> None:
+def test_a_step_has_the_expected_collectives_and_bytes(found, case):
     stage, setting = int(case[0]), case[3:]
     computed = collective_bytes(
         found["parameters"],
@@ -150,7 +146,7 @@ def test_a_step_has_the_expected_collectives_and_bytes(found: dict[str, Any], ca
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [one for one in STEPS if not one.startswith("0")])
-def test_gradients_leave_in_few_buckets(found: dict[str, Any], case: str) -> None:
+def test_gradients_leave_in_few_buckets(found, case):
     bucket = found["bucket"] if "small" in case else found["parameters"]
     # A bucket is sent when the next gradient does not fit, so two of them exceed one.
     most = 2 * math.ceil(found["parameters"] / bucket) if "small" in case else 1
@@ -162,17 +158,17 @@ def test_gradients_leave_in_few_buckets(found: dict[str, Any], case: str) -> Non
 
 
 @pytest.mark.slow
-def test_a_save_sends_no_weights(found: dict[str, Any]) -> None:
+def test_a_save_sends_no_weights(found):
     assert found["in a save"] == {}
 
 
 @pytest.mark.slow
-def test_a_sample_gathers_the_model_once(found: dict[str, Any]) -> None:
+def test_a_sample_gathers_the_model_once(found):
     for_each_token, held = (sent["all_gather_into_tensor"][1] for sent in found["in samples"])
     assert 0 < held <= 4 * found["parameters"] * PADDED < for_each_token
 
 
-def test_no_compiler_is_imported_without_compiling() -> None:
+def test_no_compiler_is_imported_without_compiling():
     script = (
         "import sys, torch\n"
         "from refocused.engine.deepspeed_patches import load_deepspeed\n"

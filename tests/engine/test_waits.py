@@ -8,9 +8,7 @@ tensors made of Python's numbers on a device.
 import contextlib
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from unittest import mock
 from unittest.mock import MagicMock
 
@@ -23,9 +21,7 @@ from ranks import on_ranks
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from refocused.engine.engine import Engine
 from refocused.engine.finite_updates import Judge, Limits
-from refocused.system.world import World
 
 CASES = [Case(stage, dtype=dtype) for stage in (0, 1, 2, 3) for dtype in ("fp32", "bf16")]
 CHECKED = [(Case(1, dtype="bf16"), 1000), (Case(3), 1000)]  # for flipped bits
@@ -36,10 +32,10 @@ READS = {
     "equal",
     "is_nonzero",
 }  # operators that return a value to the host
-WAITS: Counter[str] = Counter()
+WAITS = Counter()
 
 
-def note_wait(kind: str) -> None:
+def note_wait(kind):
     """Count a wait under the calling function of DeepSpeed or of ours."""
     frame = sys._getframe(2)
     while frame.f_back is not None:
@@ -50,7 +46,7 @@ def note_wait(kind: str) -> None:
     WAITS[f"{kind} in {Path(frame.f_code.co_filename).name}:{frame.f_code.co_name}"] += 1
 
 
-def fake_queue(kind: str) -> MagicMock:
+def fake_queue(kind):
     """A stream or an event of a device that is always behind the host."""
     queue = MagicMock()
     queue.synchronize.side_effect = lambda: note_wait(kind)
@@ -64,22 +60,22 @@ class FakeGpu(CPU_Accelerator):
 
     _stream = fake_queue("stream")
 
-    def is_synchronized_device(self) -> bool:
+    def is_synchronized_device(self):
         return False
 
-    def synchronize(self, device_index: Any = None) -> None:
+    def synchronize(self, device_index=None):
         note_wait("device")
 
-    def Stream(self, *args: Any, **named: Any) -> MagicMock:  # noqa: N802 - DeepSpeed's name
+    def Stream(self, *args, **named):  # noqa: N802 - DeepSpeed's name
         return fake_queue("stream")
 
-    def Event(self, *args: Any, **named: Any) -> MagicMock:  # noqa: N802 - DeepSpeed's name
+    def Event(self, *args, **named):  # noqa: N802 - DeepSpeed's name
         return fake_queue("event")
 
-    def stream(self, stream: Any) -> Any:
+    def stream(self, stream):
         return contextlib.nullcontext()
 
-    def current_stream(self, device_index: Any = None) -> MagicMock:
+    def current_stream(self, device_index=None):
         return self._stream
 
     default_stream = current_stream
@@ -88,7 +84,7 @@ class FakeGpu(CPU_Accelerator):
 class Copies(TorchFunctionMode):
     """Records what waits on a GPU only: tensors made of Python's values, and filled by tensors."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         named = kwargs or {}
         makes = func in (torch.tensor, torch.as_tensor) and not isinstance(args[0], torch.Tensor)
         if makes and named.get("device") is not None:
@@ -102,13 +98,13 @@ class Copies(TorchFunctionMode):
 class Reads(TorchDispatchMode):
     """Records operators whose result the host needs."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.__name__.split(".")[0] in READS:
             note_wait("read")
         return func(*args, **(kwargs or {}))
 
 
-def train(engine: Engine, world: World, *, steps: int) -> None:
+def train(engine, world, *, steps):
     for step in range(steps):
         passes = sequences()[step % len(RATES), :, world.rank]
         engine.begin_step(len(passes))  # every fourth one is measured
@@ -117,15 +113,15 @@ def train(engine: Engine, world: World, *, steps: int) -> None:
 
 
 @contextlib.contextmanager
-def counted() -> Iterator[None]:
+def counted():
     WAITS.clear()
     with Reads(), Copies():
         yield
 
 
-def measure(world: World) -> dict[str, dict[str, int]]:
+def measure(world):
     accelerator.set_accelerator(FakeGpu())
-    torch.Tensor.record_stream = lambda *_: None  # type: ignore[method-assign, assignment]
+    torch.Tensor.record_stream = lambda *_: None
     found = {}
     for case, replay_every in [*((case, None) for case in CASES), *CHECKED]:
         engine = start_engine(case, world, replay_every=replay_every)
@@ -160,7 +156,7 @@ NAMED = {
 
 
 @pytest.mark.slow
-def test_the_host_waits_only_in_the_known_places(tmp_path: Path) -> None:
+def test_the_host_waits_only_in_the_known_places(tmp_path):
     found, _ = on_ranks(measure, folder=tmp_path)
     assert len(found) == 10
     for case, waits in found.items():

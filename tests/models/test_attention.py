@@ -3,7 +3,6 @@ import torch
 import torch.nn.functional as F
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 from torch.nn.attention import flex_attention
 from torch.nn.attention.flex_attention import create_block_mask
 
@@ -20,7 +19,7 @@ from refocused.models.causal_lm import document_positions
 DOCUMENT = 7
 
 
-def rows_of(borders: list[set[int]], length: int) -> Tensor:
+def rows_of(borders, length):
     """Return token ids in which documents begin at the borders."""
     ids = torch.zeros(len(borders), length, dtype=torch.long)
     for row, places in zip(ids, borders, strict=True):
@@ -28,7 +27,7 @@ def rows_of(borders: list[set[int]], length: int) -> Tensor:
     return ids
 
 
-def blocks_of(ids: Tensor) -> tuple[Tensor, ...]:
+def blocks_of(ids):
     return document_blocks(document_positions(ids, document_id=DOCUMENT))
 
 
@@ -42,7 +41,7 @@ EDGES = [  # one document alone; a border at the start and at the end; around th
 
 
 @st.composite
-def documents(draw: st.DrawFn) -> tuple[list[set[int]], int]:
+def documents(draw):
     length = draw(st.integers(1, 600))
     place = st.integers(0, length - 1)
     return draw(st.lists(st.sets(place, max_size=20), min_size=1, max_size=3)), length
@@ -54,9 +53,7 @@ def documents(draw: st.DrawFn) -> tuple[list[set[int]], int]:
 @example(EDGES[1])
 @example(EDGES[2])
 @example(EDGES[3])
-def test_the_blocks_equal_torchs_blocks_of_the_dense_mask(
-    drawn: tuple[list[set[int]], int],
-) -> None:
+def test_the_blocks_equal_torchs_blocks_of_the_dense_mask(drawn):
     borders, length = drawn
     ids = rows_of(borders, length)
     dense = document_mask(ids, document_id=DOCUMENT)
@@ -78,9 +75,7 @@ def test_the_blocks_equal_torchs_blocks_of_the_dense_mask(
         assert torch.equal(mine, other), name
 
 
-def by_both(
-    ids: Tensor, *, width: int, dtype: torch.dtype, device: str, key_heads: int = 2
-) -> list[list[Tensor]]:
+def by_both(ids, *, width, dtype, device, key_heads=2):
     """Return the output and the gradients of FlexAttention, and those of a dense mask."""
     draw = torch.Generator().manual_seed(1)
     shapes = [(len(ids), heads, ids.shape[1], width) for heads in (2, key_heads, key_heads, 2)]
@@ -100,8 +95,8 @@ def by_both(
 @pytest.mark.parametrize("key_heads", [2, 1])
 @pytest.mark.parametrize(("borders", "length"), EDGES)
 def test_flex_attention_within_documents_equals_the_dense_mask(
-    borders: list[set[int]], length: int, key_heads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    borders, length, key_heads, monkeypatch
+):
     # FlexAttention refuses a backward pass on CPUs, although it has one without inductor.
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)
     ids = rows_of(borders, length)
@@ -113,9 +108,7 @@ def test_flex_attention_within_documents_equals_the_dense_mask(
 @pytest.mark.gpu
 @pytest.mark.parametrize(("width", "key_heads"), [(64, 2), (96, 2), (128, 2), (64, 1), (128, 1)])
 @pytest.mark.parametrize(("borders", "length"), EDGES[:3])
-def test_the_kernel_on_a_gpu_equals_the_dense_mask(
-    borders: list[set[int]], length: int, width: int, key_heads: int
-) -> None:
+def test_the_kernel_on_a_gpu_equals_the_dense_mask(borders, length, width, key_heads):
     ids = rows_of(borders, length).cuda()
     for mine, dense in zip(
         *by_both(ids, width=width, dtype=torch.bfloat16, device="cuda", key_heads=key_heads),
@@ -125,7 +118,7 @@ def test_the_kernel_on_a_gpu_equals_the_dense_mask(
 
 
 @pytest.mark.gpu
-def test_a_mask_on_a_gpu_is_made_without_a_wait() -> None:
+def test_a_mask_on_a_gpu_is_made_without_a_wait():
     ids = rows_of([{3, 500}, {128}], 1024).cuda()
     blocks_of(ids)
     torch.cuda.set_sync_debug_mode("error")

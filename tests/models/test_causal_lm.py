@@ -1,8 +1,6 @@
 import dataclasses
 import itertools
 import math
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +14,6 @@ from small_families import (
     tokens,
     where_attention_is,
 )
-from torch import Tensor
 from torch.nn.attention import flex_attention
 
 from refocused.config import model_shape, shipped_files
@@ -29,7 +26,7 @@ from refocused.system.errors import ConfigError
 
 
 @every_family
-def test_the_loss_equals_transformers_on_shifted_labels(family: str) -> None:
+def test_the_loss_equals_transformers_on_shifted_labels(family):
     model, ids = build(family), tokens()
     plain = transformers.AutoModelForCausalLM.from_config(model.network.config)
     plain.load_state_dict(model.network.state_dict())
@@ -53,9 +50,7 @@ def test_the_loss_equals_transformers_on_shifted_labels(family: str) -> None:
     ],
 )
 @pytest.mark.parametrize("changed", [1, 20, 47])
-def test_no_logit_depends_on_a_later_token(
-    family: str, changes: dict[str, Any], changed: int
-) -> None:
+def test_no_logit_depends_on_a_later_token(family, changes, changed):
     model, ids = build(family, initializer_range=0.2, **changes), tokens(2, 48)
     other = ids.clone()
     other[:, changed] = (other[:, changed] + 1) % 512
@@ -68,7 +63,7 @@ def test_no_logit_depends_on_a_later_token(
 
 
 @every_family
-def test_a_model_whose_weights_are_replaced_takes_the_memory_of_one_block(family: str) -> None:
+def test_a_model_whose_weights_are_replaced_takes_the_memory_of_one_block(family):
     layers = {("n_layer" if family == "gpt2" else "num_hidden_layers"): 6}
     whole = build(family, **layers)
     with families.shared_weights():
@@ -80,14 +75,14 @@ def test_a_model_whose_weights_are_replaced_takes_the_memory_of_one_block(family
     assert len(_storages(build(family))) == len(list(build(family).parameters()))  # none shared
 
 
-def _storages(model: torch.nn.Module) -> dict[int, int]:
+def _storages(model):
     return {one.data_ptr(): one.numel() for one in model.parameters()}
 
 
 @pytest.mark.parametrize(
     "file", sorted((shipped_files() / "models").glob("*.json")), ids=lambda file: file.stem
 )
-def test_a_shipped_shape_has_the_counted_parameters(file: Path) -> None:
+def test_a_shipped_shape_has_the_counted_parameters(file):
     shape = load_shape(file)
     with torch.device("meta"):
         model = build_model(
@@ -103,9 +98,7 @@ def test_a_shipped_shape_has_the_counted_parameters(file: Path) -> None:
 
 @every_family
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_a_saved_model_predicts_the_same_when_transformers_reads_it(
-    family: str, tied: bool, tmp_path: Path
-) -> None:
+def test_a_saved_model_predicts_the_same_when_transformers_reads_it(family, tied, tmp_path):
     model, ids = build(family, tie_word_embeddings=tied), tokens(2, 32)
     embedding = model.network.get_input_embeddings().weight
     assert (model.network.get_output_embeddings().weight is embedding) is tied
@@ -117,7 +110,7 @@ def test_a_saved_model_predicts_the_same_when_transformers_reads_it(
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_gpt2s_activation_equals_transformers_in_one_kernel(dtype: torch.dtype) -> None:
+def test_gpt2s_activation_equals_transformers_in_one_kernel(dtype):
     network = build("gpt2").network
     assert network.config.activation_function == "gelu_new"  # what is exported
     written_out = transformers.activations.ACT2FN["gelu_new"]
@@ -131,18 +124,18 @@ def test_gpt2s_activation_equals_transformers_in_one_kernel(dtype: torch.dtype) 
     assert fused(sample).grad_fn.name() == "GeluBackward0"
 
 
-def _value_and_slope(function: Any, sample: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _value_and_slope(function, sample):
     value = function(sample)
     (gradient,) = torch.autograd.grad(value.sum(), sample)
     return value, gradient
 
 
 @every_family
-def test_a_checkpointed_block_is_computed_twice_with_the_same_result(family: str) -> None:
+def test_a_checkpointed_block_is_computed_twice_with_the_same_result(family):
     ids, passes, results = tokens(), [], []
     for recomputes in (False, True):
         model = build(family, dropout=0.1, recomputes=recomputes)
-        calls: list[object] = []
+        calls = []
         for module in model.modules():
             if type(module).__name__.endswith(("MLP", "GatedResonators", "TenMixer")):
                 module.register_forward_pre_hook(lambda *_, calls=calls: calls.append(None))
@@ -157,7 +150,7 @@ def test_a_checkpointed_block_is_computed_twice_with_the_same_result(family: str
 
 
 @every_family
-def test_a_validation_with_checkpointed_blocks_has_no_gradients(family: str) -> None:
+def test_a_validation_with_checkpointed_blocks_has_no_gradients(family):
     model, needed = build(family, recomputes=True), []
     for module in model.modules():
         if isinstance(module, (torch.nn.Embedding, model.block_class)):
@@ -169,19 +162,19 @@ def test_a_validation_with_checkpointed_blocks_has_no_gradients(family: str) -> 
 
 
 @every_family
-def test_the_embedding_has_the_rows_of_the_padded_vocabulary(family: str) -> None:
+def test_the_embedding_has_the_rows_of_the_padded_vocabulary(family):
     model = build(family, vocabulary=640)
     assert model.network.get_input_embeddings().weight.shape == (640, 64)
     assert model.logits(tokens(1, 8)).shape == (1, 8, 640)
     assert model.logits(tokens(1, 8), last=1).shape == (1, 1, 640)
 
 
-def test_an_unknown_family_is_rejected_with_the_known_ones() -> None:
+def test_an_unknown_family_is_rejected_with_the_known_ones():
     with pytest.raises(ConfigError, match=r"'bert' is not supported\. Choose from gpt2, gpt_neox"):
         build("gpt2", model_type="bert")
 
 
-def test_a_family_that_transformers_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_family_that_transformers_lacks_is_named(monkeypatch):
     newer = dataclasses.replace(model_shape.families()["llama"], classes="Llama99")
     monkeypatch.setattr(families, "families", lambda: {"llama": newer})
     with pytest.raises(
@@ -193,7 +186,7 @@ def test_a_family_that_transformers_lacks_is_named(monkeypatch: pytest.MonkeyPat
 DOCUMENT = 7  # the id that begins a document in the tests below
 
 
-def packed_rows() -> tuple[Tensor, list[list[slice]]]:
+def packed_rows():
     """Return rows of several documents, and the place of each document."""
     ids = tokens(3, 40)
     ids[ids == DOCUMENT] += 1
@@ -205,7 +198,7 @@ def packed_rows() -> tuple[Tensor, list[list[slice]]]:
 
 
 @pytest.fixture(params=["dense", "blocks"])
-def shape_of_blocks(request: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+def shape_of_blocks(request, monkeypatch):
     """Return the shape of a pass if FlexAttention is to run, else None."""
     # FlexAttention refuses a backward pass on CPUs, although it has one without inductor.
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)
@@ -213,7 +206,7 @@ def shape_of_blocks(request: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @where_attention_is
-def test_a_masked_document_is_predicted_independently(family: str, shape_of_blocks: Any) -> None:
+def test_a_masked_document_is_predicted_independently(family, shape_of_blocks):
     ids, documents = packed_rows()
     masked = build(family, initializer_range=0.2, document_id=DOCUMENT)
     masked.block_shape = shape_of_blocks(ids)
@@ -233,13 +226,11 @@ def test_a_masked_document_is_predicted_independently(family: str, shape_of_bloc
 
 @where_attention_is
 @pytest.mark.parametrize("recomputes", [False, True])
-def test_no_gradient_crosses_a_masked_border(
-    family: str, recomputes: bool, shape_of_blocks: Any
-) -> None:
+def test_no_gradient_crosses_a_masked_border(family, recomputes, shape_of_blocks):
     ids, _ = packed_rows()
     model = build(family, document_id=DOCUMENT, recomputes=recomputes)
     model.block_shape = shape_of_blocks(ids[:1])
-    embedded: list[Tensor] = []
+    embedded = []
     hook = model.network.get_input_embeddings().register_forward_hook(
         lambda module, inputs, output: embedded.append(output) or output.retain_grad()
     )
@@ -253,7 +244,7 @@ def test_no_gradient_crosses_a_masked_border(
     assert reached.nonzero().flatten().tolist() == list(range(6, 21))
 
 
-def test_positions_restart_with_each_document() -> None:
+def test_positions_restart_with_each_document():
     ids = torch.tensor([[7, 1, 7, 7, 2, 3], [1, 2, 3, 7, 1, 1], [1, 1, 1, 1, 1, 1]])
     assert document_positions(ids, document_id=7).tolist() == [
         [0, 1, 0, 0, 1, 2],
@@ -266,7 +257,7 @@ def test_positions_restart_with_each_document() -> None:
     ("family", "width"),
     [*((name, 64) for name in SHAPES), *((name, 1024) for name in WITH_ATTENTION)],
 )
-def test_the_untrained_loss_of_a_wide_model_is_above_ln_v(family: str, width: int) -> None:
+def test_the_untrained_loss_of_a_wide_model_is_above_ln_v(family, width):
     name = model_shape.families()[family].width
     model, ids = build(family, **{name: width}), tokens(8, 64)
     with torch.no_grad():

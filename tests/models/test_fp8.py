@@ -6,14 +6,12 @@ compared with float32 in `engine/test_compiled.py`.
 
 import copy
 import dataclasses
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 from small_families import build, where_attention_is
 from thread_ranks import on_two_ranks
-from torch import Tensor, nn
+from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from refocused.models.fp8 import (
@@ -21,7 +19,6 @@ from refocused.models.fp8 import (
     VALUES,
     ScaledConv1D,
     ScaledLinear,
-    Scaling,
     compute_in_fp8,
     scale_of,
     to_fp8,
@@ -36,7 +33,7 @@ both_layers = pytest.mark.parametrize("kind", [nn.Linear, Conv1D])
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
+def one_thread():
     """Use one thread: with two, products this small take 100 times as long."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -45,7 +42,7 @@ def one_thread() -> Iterator[None]:
 
 
 class Block(nn.Module):
-    def __init__(self, kind: Any) -> None:
+    def __init__(self, kind):
         super().__init__()
         torch.manual_seed(0)
         self.layer = kind(INPUTS, OUTPUTS) if kind is nn.Linear else kind(OUTPUTS, INPUTS)
@@ -53,12 +50,11 @@ class Block(nn.Module):
         nn.init.normal_(self.layer.weight)
         nn.init.normal_(self.layer.bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        mapped: Tensor = self.layer(x)
-        return mapped
+    def forward(self, x):
+        return self.layer(x)
 
 
-def pair(kind: Any, scaling: Scaling) -> tuple[Block, Block]:
+def pair(kind, scaling):
     """Return a block in 8 bits, and the same block unchanged."""
     plain = Block(kind)
     scaled = copy.deepcopy(plain)
@@ -66,22 +62,22 @@ def pair(kind: Any, scaling: Scaling) -> tuple[Block, Block]:
     return scaled, plain
 
 
-def rounded(matrix: Tensor, form: torch.dtype, scaling: Scaling) -> Tensor:
+def rounded(matrix, form, scaling):
     scale = scale_of(matrix, form, scaling == "rowwise")
     return to_fp8(matrix, scale, form).float() * scale
 
 
-def rows_of_many_sizes(count: int, width: int) -> Tensor:
+def rows_of_many_sizes(count, width):
     return torch.randn(count, width) * torch.logspace(-3, 1, count)[:, None]
 
 
-def relative(found: Tensor, wanted: Tensor) -> float:
+def relative(found, wanted):
     return ((found - wanted).norm() / wanted.norm()).item()
 
 
 @both_scalings
 @both_layers
-def test_all_three_products_equal_those_of_rounded_numbers(kind: Any, scaling: Scaling) -> None:
+def test_all_three_products_equal_those_of_rounded_numbers(kind, scaling):
     scaled, plain = pair(kind, scaling)
     x = rows_of_many_sizes(TOKENS, INPUTS).view(2, -1, INPUTS).requires_grad_()
     output = scaled(x)
@@ -92,7 +88,7 @@ def test_all_three_products_equal_those_of_rounded_numbers(kind: Any, scaling: S
     weight = plain.layer.weight.detach()
     weight = weight if kind is nn.Linear else weight.t()
 
-    def product(left: Tensor, form: torch.dtype, right: Tensor) -> Tensor:
+    def product(left, form, right):
         return rounded(left, form, scaling) @ rounded(right, VALUES, scaling).t()
 
     wanted = product(rows, VALUES, weight) + plain.layer.bias
@@ -105,10 +101,10 @@ def test_all_three_products_equal_those_of_rounded_numbers(kind: Any, scaling: S
     assert torch.allclose(scaled.layer.bias.grad, flowing.sum(0), rtol=1e-4)
 
 
-def test_rowwise_scales_keep_small_rows_accurate() -> None:
+def test_rowwise_scales_keep_small_rows_accurate():
     x = torch.randn(TOKENS, INPUTS) * torch.logspace(-6, 2, TOKENS)[:, None]
 
-    def lost(scaling: Scaling) -> float:
+    def lost(scaling):
         return relative(rounded(x, VALUES, scaling)[0], x[0])
 
     assert lost("tensorwise") > 0.9
@@ -117,7 +113,7 @@ def test_rowwise_scales_keep_small_rows_accurate() -> None:
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 @both_scalings
-def test_non_finite_values_stay_non_finite(value: float, scaling: Scaling) -> None:
+def test_non_finite_values_stay_non_finite(value, scaling):
     scaled, _ = pair(nn.Linear, scaling)
     x = torch.ones(TOKENS, INPUTS)
     x[3, 5] = value
@@ -129,7 +125,7 @@ def test_non_finite_values_stay_non_finite(value: float, scaling: Scaling) -> No
 
 
 @both_scalings
-def test_zeros_and_the_largest_numbers_are_finite(scaling: Scaling) -> None:
+def test_zeros_and_the_largest_numbers_are_finite(scaling):
     for size in (0.0, 1e-20, 3e38):
         matrix = torch.full((TOKENS, INPUTS), size)
         for form in (VALUES, GRADIENTS):
@@ -137,7 +133,7 @@ def test_zeros_and_the_largest_numbers_are_finite(scaling: Scaling) -> None:
 
 
 @both_layers
-def test_without_gradients_a_layer_computes_like_an_export(kind: Any) -> None:
+def test_without_gradients_a_layer_computes_like_an_export(kind):
     scaled, plain = pair(kind, "tensorwise")
     x = torch.randn(5, INPUTS)  # no multiple of 16 either
     with torch.no_grad():
@@ -145,7 +141,7 @@ def test_without_gradients_a_layer_computes_like_an_export(kind: Any) -> None:
 
 
 @where_attention_is
-def test_all_linear_layers_of_blocks_and_no_others_are_changed(family: str) -> None:
+def test_all_linear_layers_of_blocks_and_no_others_are_changed(family):
     plain, scaled = build(family), build(family)
     count = compute_in_fp8(
         scaled, block_class=scaled.block_class, scaling="tensorwise", world=ALONE
@@ -158,14 +154,14 @@ def test_all_linear_layers_of_blocks_and_no_others_are_changed(family: str) -> N
     assert not isinstance(scaled.network.get_output_embeddings(), ScaledLinear)
 
 
-def test_a_gpu_without_fp8_is_rejected_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    def capability(device: torch.device) -> tuple[int, int]:
+def test_a_gpu_without_fp8_is_rejected_on_every_rank(monkeypatch):
+    def capability(device):
         return (9, 0) if device.index == 0 else (8, 0)
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-80GB")
 
-    def action(world: World) -> None:
+    def action(world):
         on_gpu = dataclasses.replace(world, device_kind="cuda")
         compute_in_fp8(Block(nn.Linear), block_class=Block, scaling="rowwise", world=on_gpu)
 

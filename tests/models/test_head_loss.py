@@ -1,5 +1,3 @@
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,7 +11,6 @@ from refocused.models import head_loss as module
 from refocused.models.head_loss import (
     IGNORED_LABEL,
     PLAIN,
-    HeadForm,
     LogitTerms,
     LossHead,
     _losses_and_gradients,
@@ -30,9 +27,7 @@ in_every_form = pytest.mark.parametrize("form", ["chunked", FUSED, KERNEL])
 in_forms_for_16_bits = pytest.mark.parametrize("form", ["chunked", KERNEL])
 
 
-def sample(
-    dtype: torch.dtype, *, tokens: int = TOKENS, vocabulary: int = VOCABULARY
-) -> tuple[Tensor, nn.Parameter, Tensor]:
+def sample(dtype, *, tokens=TOKENS, vocabulary=VOCABULARY):
     """Hidden states, a weight and labels of which about a fifth is ignored."""
     draw = torch.Generator().manual_seed(5)
     hidden = torch.randn((ROWS, tokens, WIDTH), generator=draw, dtype=torch.float64)
@@ -42,12 +37,11 @@ def sample(
     return hidden.to(dtype).requires_grad_(), nn.Parameter(weight.to(dtype)), labels
 
 
-def ours(hidden: Tensor, weight: nn.Parameter, labels: Tensor, *, chunk: int = 7) -> Tensor:
-    loss: Tensor = LossHead(weight, chunk_tokens=chunk)(hidden, labels)
-    return loss
+def ours(hidden, weight, labels, *, chunk=7):
+    return LossHead(weight, chunk_tokens=chunk)(hidden, labels)
 
 
-def full(hidden: Tensor, weight: Tensor, labels: Tensor, terms: LogitTerms = PLAIN) -> Tensor:
+def full(hidden, weight, labels, terms=PLAIN):
     """Return the loss from all logits, with the gradient of the z-loss but not its value."""
     logits = (hidden @ weight.T).flatten(0, 1)
     if terms.softcap is not None:
@@ -60,7 +54,7 @@ def full(hidden: Tensor, weight: Tensor, labels: Tensor, terms: LogitTerms = PLA
 PRECISE = {torch.float64: 1e-10, torch.float32: 2e-5}
 HALF = {torch.bfloat16: 2e-2, torch.float16: 2e-3}
 PADDING = 14
-CASES: dict[str, dict[str, Any]] = {
+CASES = {
     **{f"chunks of {size}": {"chunk": size} for size in (1, 7, 16, 48, 1000)},  # of 48 tokens
     "capped": {"terms": LogitTerms(2.0)},
     "pulled": {"terms": LogitTerms(None, 0.3)},
@@ -73,9 +67,7 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", [*PRECISE, *HALF], ids=str)
 @in_every_form
-def test_loss_and_gradients_equal_those_of_all_logits(
-    case: str, dtype: torch.dtype, form: HeadForm
-) -> None:
+def test_loss_and_gradients_equal_those_of_all_logits(case, dtype, form):
     settings = {"chunk": 7} | CASES[case]
     terms, is_padded = settings.get("terms", PLAIN), "vocabulary" in settings
     if (form == "kernel" and dtype == torch.float64) or (
@@ -84,11 +76,11 @@ def test_loss_and_gradients_equal_those_of_all_logits(
         pytest.skip("it has none")
     hidden, weight, labels = sample(dtype)
 
-    def of_form(hidden: Tensor, weight: Tensor) -> Tensor:
+    def of_form(hidden, weight):
         padded = F.pad(weight, (0, 0, 0, PADDING), value=9.0) if is_padded else weight
         return head_loss(form, hidden.flatten(0, 1), padded, labels.flatten(), **settings)
 
-    def of_all_logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    def of_all_logits(hidden, weight):
         return 3.0 * full(hidden, weight, labels, terms)
 
     given = [hidden.detach(), weight.detach()]
@@ -107,7 +99,7 @@ def test_loss_and_gradients_equal_those_of_all_logits(
 
 
 @in_forms_for_16_bits
-def test_logits_of_16_bits_are_capped_in_float32(form: HeadForm) -> None:
+def test_logits_of_16_bits_are_capped_in_float32(form):
     draw = torch.Generator().manual_seed(6)
     logits = torch.randn(8, 9000, generator=draw).mul_(8).bfloat16()  # up to twice the cap
     index = torch.randint(9000, (8, 1), generator=draw)
@@ -125,7 +117,7 @@ def test_logits_of_16_bits_are_capped_in_float32(form: HeadForm) -> None:
     assert float((gradients.double() - gradient).norm() / gradient.norm()) < 1e-5
 
 
-def test_torchs_own_form_has_no_terms() -> None:
+def test_torchs_own_form_has_no_terms():
     hidden, weight, labels = sample(torch.float32)
     with pytest.raises(ValueError, match="neither a logit softcap nor a z-loss"):
         head_loss("fused", hidden, weight, labels, chunk=7, terms=LogitTerms(z_loss=1e-4))
@@ -134,9 +126,7 @@ def test_torchs_own_form_has_no_terms() -> None:
 @pytest.mark.parametrize("tokens", [0, TOKENS])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @in_every_form
-def test_only_ignored_labels_give_zero_loss_and_gradient(
-    tokens: int, dtype: torch.dtype, form: HeadForm
-) -> None:
+def test_only_ignored_labels_give_zero_loss_and_gradient(tokens, dtype, form):
     hidden, weight, labels = sample(dtype, tokens=tokens)
     none = torch.full_like(labels, IGNORED_LABEL).flatten()
     loss = head_loss(form, hidden.flatten(0, 1), weight, none, chunk=7)
@@ -148,13 +138,11 @@ def test_only_ignored_labels_give_zero_loss_and_gradient(
 class Made(TorchDispatchMode):
     """Records the tensors that operations create, by address."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.tensors: dict[int, Tensor] = {}
+        self.tensors = {}
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         made = func(*args, **(kwargs or {}))
         for tensor in made if isinstance(made, tuple | list) else (made,):
             if isinstance(tensor, Tensor) and not func.is_view:
@@ -162,11 +150,11 @@ class Made(TorchDispatchMode):
         return made
 
     @property
-    def largest(self) -> int:
+    def largest(self):
         return max(tensor.numel() for tensor in self.tensors.values())
 
 
-def test_the_largest_tensor_is_one_chunk_of_logits() -> None:
+def test_the_largest_tensor_is_one_chunk_of_logits():
     hidden, weight, labels = sample(torch.float32, tokens=128, vocabulary=1000)
     with Made() as plain:
         full(hidden, weight, labels).backward()
@@ -176,7 +164,7 @@ def test_the_largest_tensor_is_one_chunk_of_logits() -> None:
     assert chunked.largest == 32 * 1000
 
 
-def test_the_weights_gradient_is_summed_in_place() -> None:
+def test_the_weights_gradient_is_summed_in_place():
     hidden, weight, labels = sample(torch.bfloat16, vocabulary=1000)
     head = LossHead(weight, chunk_tokens=7)
     with Made() as found:
@@ -185,14 +173,12 @@ def test_the_weights_gradient_is_summed_in_place() -> None:
     assert sized == [torch.float32]
 
 
-def test_operands_are_not_widened_if_torch_adds_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operands_are_not_widened_if_torch_adds_in_float32(monkeypatch):
     hidden, weight, labels = sample(torch.bfloat16)
     wanted = torch.autograd.grad(ours(hidden, weight, labels, chunk=16), (hidden, weight))
-    betas: list[float] = []
+    betas = []
 
-    def addmm(
-        total: Tensor, left: Tensor, right: Tensor, *, out_dtype: Any, out: Tensor, beta: float = 1
-    ) -> Tensor:  # as on a GPU
+    def addmm(total, left, right, *, out_dtype, out, beta=1):  # as on a GPU
         assert left.dtype == right.dtype == torch.bfloat16
         assert out is total and out.dtype == out_dtype == torch.float32
         betas.append(beta)
@@ -209,15 +195,15 @@ def test_operands_are_not_widened_if_torch_adds_in_float32(monkeypatch: pytest.M
         assert float((mine.double() - plain.double()).norm() / plain.norm()) < 5e-3
 
 
-def saved_elements(head: LossHead, hidden: Tensor, labels: Tensor) -> int:
-    counted: list[int] = []
+def saved_elements(head, hidden, labels):
+    counted = []
     hooks = (lambda tensor: counted.append(tensor.numel()) or tensor, lambda tensor: tensor)
     with torch.autograd.graph.saved_tensors_hooks(*hooks):
         head(hidden, labels)
     return sum(counted)
 
 
-def test_only_the_gradients_are_saved_and_only_if_needed() -> None:
+def test_only_the_gradients_are_saved_and_only_if_needed():
     hidden, weight, labels = sample(torch.float32)
     head = LossHead(weight, chunk_tokens=2)
     kept = saved_elements(head, hidden, labels)
@@ -228,7 +214,7 @@ def test_only_the_gradients_are_saved_and_only_if_needed() -> None:
 
 
 @in_forms_for_16_bits
-def test_a_loss_scale_of_65536_neither_overflows_nor_underflows_in_fp16(form: HeadForm) -> None:
+def test_a_loss_scale_of_65536_neither_overflows_nor_underflows_in_fp16(form):
     scale = 65536.0
     hidden, weight, labels = sample(torch.float16, tokens=1024, vocabulary=8000)
     loss = head_loss(form, hidden.flatten(0, 1), weight, labels.flatten(), chunk=512)
@@ -244,7 +230,7 @@ def test_a_loss_scale_of_65536_neither_overflows_nor_underflows_in_fp16(form: He
 
 
 @in_every_form
-def test_a_label_whose_probability_underflows_has_its_true_loss(form: HeadForm) -> None:
+def test_a_label_whose_probability_underflows_has_its_true_loss(form):
     hidden = torch.ones(1, 1, requires_grad=True)
     weight = torch.tensor([[200.0], [0.0], [0.0]], requires_grad=True)
     loss = head_loss(form, hidden, weight, torch.tensor([1]), chunk=4)
@@ -253,7 +239,7 @@ def test_a_label_whose_probability_underflows_has_its_true_loss(form: HeadForm) 
     assert gradient.item() == 200.0
 
 
-def test_under_autocast_it_computes_like_a_linear_layer() -> None:
+def test_under_autocast_it_computes_like_a_linear_layer():
     hidden, weight, labels = sample(torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         loss = ours(hidden, weight, labels, chunk=7)
@@ -266,20 +252,20 @@ def test_under_autocast_it_computes_like_a_linear_layer() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_no_second_chunk_is_allocated_even_inside_torch(dtype: torch.dtype) -> None:
+def test_no_second_chunk_is_allocated_even_inside_torch(dtype):
     logits = torch.randn(32, 1000).to(dtype)
     shares = logits if dtype == torch.float32 else torch.empty(logits.shape)
     index = torch.zeros(32, 1, dtype=torch.long)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         _losses_and_gradients(logits, index, shares)
-    events = seen.profiler.kineto_results.events()  # type: ignore[union-attr]
+    events = seen.profiler.kineto_results.events()
     sizes = [event.nbytes() for event in events if event.name() == "[memory]"]
     assert 0 < max(sizes) < logits.numel()
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("vocabulary", [500, 8192, 50_257])  # by a warp, and by a block of threads
-def test_a_gpu_may_write_the_softmax_over_the_logits(vocabulary: int) -> None:
+def test_a_gpu_may_write_the_softmax_over_the_logits(vocabulary):
     hidden, weight, labels = (part.cuda() for part in sample(torch.float32, vocabulary=vocabulary))
     found = torch.autograd.grad(ours(hidden, weight, labels, chunk=16), (hidden, weight))
     expected = torch.autograd.grad(full(hidden, weight, labels), (hidden, weight))
@@ -289,7 +275,7 @@ def test_a_gpu_may_write_the_softmax_over_the_logits(vocabulary: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_gpu_adds_16_bits_to_float32_and_holds_what_is_planned(dtype: torch.dtype) -> None:
+def test_a_gpu_adds_16_bits_to_float32_and_holds_what_is_planned(dtype):
     assert module.adds_in_float32(torch.device("cuda"), dtype)
     tokens, width, vocabulary, chunk = 4096, 512, 32_000, 512
     hidden = torch.randn(tokens, width, device="cuda", dtype=dtype, requires_grad=True)

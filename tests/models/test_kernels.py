@@ -3,14 +3,12 @@
 import re
 import sys
 import types
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 from small_families import SHAPES, build
 from thread_ranks import on_two_ranks
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.attention import SDPBackend
 from triton_interpreter import INTERPRETED, needs_interpreter
 
@@ -34,7 +32,7 @@ HAS_FUSED = hasattr(nn, "LinearCrossEntropyOptions")
 
 
 @pytest.fixture(autouse=True)
-def torchs_own_choice() -> Iterator[None]:
+def torchs_own_choice():
     cuda = torch.backends.cuda
     before = (cuda.cudnn_sdp_enabled(), cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled())
     yield
@@ -43,10 +41,10 @@ def torchs_own_choice() -> Iterator[None]:
     cuda.enable_mem_efficient_sdp(before[2])
 
 
-def a_gpu(*, reason_elsewhere: str | None = None) -> Any:
+def a_gpu(*, reason_elsewhere=None):
     """Two ranks whose passes take the paths of a GPU, on this CPU; the other one may fail."""
 
-    def on_all_ranks(action: Any) -> None:
+    def on_all_ranks(action):
         action()
         if reason_elsewhere is not None:
             raise ConfigError(f"rank 1: {reason_elsewhere}")
@@ -55,11 +53,9 @@ def a_gpu(*, reason_elsewhere: str | None = None) -> Any:
     return types.SimpleNamespace(device=device, device_kind="cuda", on_all_ranks=on_all_ranks)
 
 
-def chosen(
-    world: Any, *, masked: bool = False, key_heads: int = 2, **settings: Any
-) -> tuple[str, Any]:
+def chosen(world, *, masked=False, key_heads=2, **settings):
     """Return what is reported of attention, and the shape that has a block mask."""
-    model: Any = types.SimpleNamespace(
+    model = types.SimpleNamespace(
         network=types.SimpleNamespace(get_output_embeddings=lambda: types.SimpleNamespace()),
         document_id=7 if masked else None,
         block_shape=None,
@@ -70,26 +66,22 @@ def chosen(
     return said.removesuffix(", loss in chunks"), model.block_shape
 
 
-def of(
-    model: Any, mixer: Any, *, world: Any, dtype: torch.dtype = torch.float32, **settings: Any
-) -> str:
+def of(model, mixer, *, world, dtype=torch.float32, **settings):
     config = ModelConfig(preset="given", sequence_length=16, **settings)
     return choose_kernels(model, mixer, config=config, dtype=dtype, plan=PLAN, world=world)
 
 
-def running() -> str:
+def running():
     """Return the kernel that torch would take for causal attention."""
     query = torch.zeros(2, 2, 16, 8, requires_grad=True)
     return SDPBackend(torch._fused_sdp_choice(query, query, query, is_causal=True)).name
 
 
 @pytest.fixture
-def works(monkeypatch: pytest.MonkeyPatch) -> None:
+def works(monkeypatch):
     """Fake a GPU: cuDNN first, flash without masks, and FlexAttention."""
 
-    def choice(
-        query: Tensor, key: Tensor, value: Tensor, mask: Any, *rest: Any, **more: Any
-    ) -> int:
+    def choice(query, key, value, mask, *rest, **more):
         cuda, masked = torch.backends.cuda, mask is not None
         if cuda.cudnn_sdp_enabled():
             return SDPBackend.CUDNN_ATTENTION.value
@@ -102,13 +94,13 @@ def works(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "compiled_within_documents", lambda: lambda query, *rest: query)
 
 
-def dense(reason: str) -> str:
+def dense(reason):
     return f", within documents by a dense mask ({reason})"
 
 
 BY_CUDNN = "attention by cudnn, torch's choice"
 BY_FLASH = "attention by flash, torch's choice"
-CHOICES: list[tuple[str, dict[str, Any], str]] = [
+CHOICES = [
     ("cpu", {}, BY_FLASH),
     ("cpu", {"key_heads": 1}, BY_FLASH),
     ("cpu", {"attention": "flash"}, "attention by FlashAttention-2 (model.attention=flash)"),
@@ -130,9 +122,7 @@ CHOICES: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("kind", "settings", "words"), CHOICES)
-def test_the_kernel_is_the_requested_one_or_torchs_choice(
-    kind: str, settings: dict[str, Any], words: str, request: pytest.FixtureRequest
-) -> None:
+def test_the_kernel_is_the_requested_one_or_torchs_choice(kind, settings, words, request):
     if kind == "cuda":
         request.getfixturevalue("works")
     said, shape = chosen(a_gpu() if kind == "cuda" else World(), **settings)
@@ -147,7 +137,7 @@ def test_the_kernel_is_the_requested_one_or_torchs_choice(
 
 
 @pytest.mark.parametrize("masked", [True, False])
-def test_a_kernel_that_does_not_run_is_rejected(masked: bool) -> None:
+def test_a_kernel_that_does_not_run_is_rejected(masked):
     torch.backends.cuda.enable_flash_sdp(False)
     with pytest.raises(ConfigError, match=r"is cudnn, but torch uses math for"):
         chosen(World(), attention="cudnn", masked=masked)
@@ -157,10 +147,8 @@ def test_a_kernel_that_does_not_run_is_rejected(masked: bool) -> None:
 
 @pytest.mark.usefixtures("works")
 @pytest.mark.parametrize(("asked", "runs"), [("auto", "cudnn"), ("flash", "flash")])
-def test_a_kernel_that_fails_although_torch_takes_it_ends_the_start(
-    asked: str, runs: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def failing(*given: Any, **named: Any) -> Tensor:
+def test_a_kernel_that_fails_although_torch_takes_it_ends_the_start(asked, runs, monkeypatch):
+    def failing(*given, **named):
         raise RuntimeError("No valid execution\nplans built.")
 
     monkeypatch.setattr(kernels.F, "scaled_dot_product_attention", failing)
@@ -175,9 +163,9 @@ def test_a_kernel_that_fails_although_torch_takes_it_ends_the_start(
         chosen(a_gpu(reason_elsewhere="no driver"), attention=asked)
 
 
-def test_flash_attention_3_is_for_hopper_without_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
-    def version(*, capability: Any, installed: bool, dropout: float, kind: str = "cuda") -> int:
-        def activate(name: str) -> None:
+def test_flash_attention_3_is_for_hopper_without_dropout(monkeypatch):
+    def version(*, capability, installed, dropout, kind="cuda"):
+        def activate(name):
             assert name == "FA3"
             if not installed:
                 raise ImportError("No module named 'flash_attn_interface'")
@@ -194,10 +182,8 @@ def test_flash_attention_3_is_for_hopper_without_dropout(monkeypatch: pytest.Mon
 
 
 @pytest.mark.usefixtures("works")
-def test_a_flex_attention_that_fails_and_a_flash_without_masks_are_named(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def failing(*tensors: Tensor) -> Tensor:
+def test_a_flex_attention_that_fails_and_a_flash_without_masks_are_named(monkeypatch):
+    def failing(*tensors):
         raise RuntimeError("no\ntriton")
 
     monkeypatch.setattr(kernels, "compiled_within_documents", lambda: failing)
@@ -210,12 +196,12 @@ def test_a_flex_attention_that_fails_and_a_flash_without_masks_are_named(
         chosen(a_gpu(), masked=True, attention="flash")
 
 
-def built(family: str, **changes: Any) -> tuple[Any, Any]:
+def built(family, **changes):
     """Return a small model and its mixer."""
     return build(family, **changes), shape_from(SHAPES[family] | changes, where=family).mixer
 
 
-def test_nothing_is_tried_unless_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_tried_unless_it_is_asked_for(monkeypatch):
     monkeypatch.setattr(kernels, "_try", lambda *args, **named: pytest.fail("tried"))
     model, mixer = built("ten", memory_heads=2)
     assert of(model, mixer, world=a_gpu()) == (
@@ -226,16 +212,14 @@ def test_nothing_is_tried_unless_it_is_asked_for(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("family", ["ten", "resonance"])
-def test_every_scan_takes_the_requested_kernel(
-    family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_scan_takes_the_requested_kernel(family, monkeypatch):
     calls = []
     model, mixer = built(family, memory_heads=2)
     scans = [one for one in model.modules() if isinstance(one, ScanModule)]
     for module in {one.kernel_module for one in scans}:
         name = "memories" if "memory" in module else "eigenstates"
 
-        def kernel(*inputs: Tensor, name: str = name) -> Any:
+        def kernel(*inputs, name=name):
             calls.append(name)
             if name == "memories":
                 return matrix_scan(*inputs, chunk=8)
@@ -254,7 +238,7 @@ def test_every_scan_takes_the_requested_kernel(
     assert len(calls) == len(scans)
 
 
-def test_a_state_uses_the_chunked_form() -> None:
+def test_a_state_uses_the_chunked_form():
     model, _ = built("ten", memory_heads=2)
     for one in model.modules():
         if isinstance(one, TenCells | Memory):
@@ -267,7 +251,7 @@ def test_a_state_uses_the_chunked_form() -> None:
 
 @pytest.mark.skipif(INTERPRETED, reason="needs TRITON_INTERPRET unset")
 @pytest.mark.parametrize("setting", ["head", "scan"])
-def test_a_triton_kernel_without_triton_or_a_gpu_ends_the_start_on_every_rank(setting: str) -> None:
+def test_a_triton_kernel_without_triton_or_a_gpu_ends_the_start_on_every_rank(setting):
     ended = on_two_ranks(lambda world: of(*built("ten"), world=world, **{setting: "kernel"}))
     for one in ended:
         assert isinstance(one.error, ConfigError)
@@ -280,14 +264,14 @@ def test_a_triton_kernel_without_triton_or_a_gpu_ends_the_start_on_every_rank(se
 
 
 @needs_interpreter
-def test_triton_kernels_run_in_the_interpreter() -> None:
+def test_triton_kernels_run_in_the_interpreter():
     said = of(*built("ten", memory_heads=2), world=World(), head="kernel", scan="kernel")
     kernel = "by the Triton kernel"
     assert said == f"memories {kernel}, eigenstates {kernel}, loss {kernel}"
 
 
 @pytest.mark.skipif(not HAS_FUSED, reason="needs a newer torch, such as 2.13")
-def test_torchs_fused_loss_runs_in_float32_only() -> None:
+def test_torchs_fused_loss_runs_in_float32_only():
     model, mixer = built("gpt2")
     assert of(model, mixer, world=World(), head="fused").endswith(", loss by torch's fused form")
     assert model.network.get_output_embeddings().form == "fused"
@@ -297,7 +281,7 @@ def test_torchs_fused_loss_runs_in_float32_only() -> None:
         of(model, mixer, world=World(), head="fused", dtype=torch.bfloat16)
 
 
-def test_a_torch_without_a_fused_loss_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_without_a_fused_loss_is_named(monkeypatch):
     monkeypatch.delattr(nn, "LinearCrossEntropyOptions", raising=False)
     monkeypatch.setattr(torch, "__version__", "2.11.0+cu130")
     with pytest.raises(ConfigError) as raised:

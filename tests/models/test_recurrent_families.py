@@ -1,21 +1,17 @@
 """Resonance and TEN: states, generation, recall, bfloat16."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import transformers
 from small_families import HYBRID, RECALL, SHAPES, build, relative, tokens
-from torch import Tensor
 
 from refocused.config.model_shape import shape_from
-from refocused.models.causal_lm import CausalLM
 from refocused.models.recall import CausalAttention
 from refocused.system.errors import ConfigError
 
-VARIANTS: dict[str, dict[str, Any]] = {
+VARIANTS = {
     "resonance": {},
     "ten": {"scales": [1]},
     "ten, four scales": {"scales": [1, 2, 4, 8]},
@@ -26,10 +22,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 own_families = pytest.mark.parametrize("family", ["resonance", "ten"])
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
-GREEDY: dict[str, Any] = {"do_sample": False, "pad_token_id": 0}
+GREEDY = {"do_sample": False, "pad_token_id": 0}
 
 
-def stirred(variant: str, **changes: Any) -> CausalLM:
+def stirred(variant, **changes):
     """Build a model with wide weights and a shifted spectrum."""
     changes = {"initializer_range": 0.2} | VARIANTS[variant] | changes
     model = build(variant.partition(",")[0], **changes).eval()
@@ -41,7 +37,7 @@ def stirred(variant: str, **changes: Any) -> CausalLM:
     return model
 
 
-def elements(state: Any) -> int:
+def elements(state):
     """Return the elements of a state, without incomplete groups, and keys and values."""
     grows = ("pending", "keys", "values", "real")
     held = (item for parts in state.parts for item in parts.items())
@@ -50,7 +46,7 @@ def elements(state: Any) -> int:
 
 @every_variant
 @torch.no_grad()
-def test_a_state_equals_the_whole_prefix_and_does_not_grow(variant: str) -> None:
+def test_a_state_equals_the_whole_prefix_and_does_not_grow(variant):
     network, ids = stirred(variant).network, tokens(2, 64)
     state, found, sizes = None, [], set()
     for piece in ids.split([5, 1, 1, 3, 24, *[1] * 10, 20], dim=1):
@@ -65,12 +61,10 @@ def test_a_state_equals_the_whole_prefix_and_does_not_grow(variant: str) -> None
 
 @every_variant
 @pytest.mark.parametrize("beams", [1, 3])
-def test_generation_with_and_without_a_state_is_equal(
-    variant: str, beams: int, tmp_path: Path
-) -> None:
+def test_generation_with_and_without_a_state_is_equal(variant, beams, tmp_path):
     stirred(variant).network.save_pretrained(tmp_path)
     network = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    seen: list[int] = []
+    seen = []
     network.register_forward_pre_hook(
         lambda module, args, kwargs: seen.append(kwargs["input_ids"].shape[1]), with_kwargs=True
     )
@@ -81,7 +75,7 @@ def test_generation_with_and_without_a_state_is_equal(
 
 
 @pytest.mark.parametrize("recall", [{}, HYBRID], ids=["plain", "hybrid"])
-def test_padding_on_the_left_changes_nothing_in_resonance(recall: dict[str, Any]) -> None:
+def test_padding_on_the_left_changes_nothing_in_resonance(recall):
     network = stirred("resonance", **recall).network
     short = tokens(1, 5)
     both = torch.cat((torch.cat((torch.full((1, 4), 7), short), dim=1), tokens(1, 9)))
@@ -92,7 +86,7 @@ def test_padding_on_the_left_changes_nothing_in_resonance(recall: dict[str, Any]
     assert torch.equal(beside[0, 4:], alone[0])
 
 
-def test_unsupported_inputs_of_a_recurrence_are_rejected() -> None:
+def test_unsupported_inputs_of_a_recurrence_are_rejected():
     with pytest.raises(ConfigError, match="mask_documents"):
         build("ten", document_id=7)
     network, ids = build("ten").network, tokens(2, 8)
@@ -106,7 +100,7 @@ def test_unsupported_inputs_of_a_recurrence_are_rejected() -> None:
 
 
 @torch.no_grad()
-def test_beyond_its_positions_resonance_in_chunks_equals_one_pass() -> None:
+def test_beyond_its_positions_resonance_in_chunks_equals_one_pass():
     ids, model = tokens(2, 150), stirred("resonance")
     chunked = model.logits(ids)
     for block in model.network.model.layers:
@@ -116,7 +110,7 @@ def test_beyond_its_positions_resonance_in_chunks_equals_one_pass() -> None:
 
 @every_variant
 @torch.no_grad()
-def test_bfloat16_errors_do_not_accumulate(variant: str) -> None:
+def test_bfloat16_errors_do_not_accumulate(variant):
     changes = {"max_position_embeddings": 1024, "initializer_range": 0.1}
     ids = tokens(2, 1025)
     models = (stirred(variant, **changes), stirred(variant, **changes).bfloat16())
@@ -129,7 +123,7 @@ def test_bfloat16_errors_do_not_accumulate(variant: str) -> None:
 
 
 @torch.no_grad()
-def test_later_tokens_move_earlier_bfloat16_logits_by_less_than_rounding_does() -> None:
+def test_later_tokens_move_earlier_bfloat16_logits_by_less_than_rounding_does():
     """The FFT's float32 noise may round an output to the next bfloat16."""
     wide = {"max_position_embeddings": 256}
     ids = tokens(4, 256)
@@ -146,7 +140,7 @@ def test_later_tokens_move_earlier_bfloat16_logits_by_less_than_rounding_does() 
 
 @pytest.mark.slow
 @every_variant
-def test_a_compiled_block_is_one_graph(variant: str) -> None:
+def test_a_compiled_block_is_one_graph(variant):
     torch._dynamo.reset()  # torch limits the graphs per function, also of other tests
     model, ids = stirred(variant), tokens(2, 64)
     with torch.no_grad():
@@ -157,11 +151,11 @@ def test_a_compiled_block_is_one_graph(variant: str) -> None:
             )
         assert relative(model.logits(ids), written) < 1e-5
     model(ids[:, :-1], ids[:, 1:]).backward()
-    gradients: list[Tensor | None] = [p.grad for p in model.parameters()]
+    gradients = [p.grad for p in model.parameters()]
     assert all(one is not None and one.abs().max() > 0 for one in gradients)
 
 
-def test_phases_do_not_decay() -> None:
+def test_phases_do_not_decay():
     names = {name for name, p in build("resonance").network.named_parameters() if p.dim() < 2}
     assert {name.rpartition(".")[2] for name in names} == {
         "phase",
@@ -172,7 +166,7 @@ def test_phases_do_not_decay() -> None:
     }
 
 
-def test_a_group_of_tokens_applies_from_its_last_one() -> None:
+def test_a_group_of_tokens_applies_from_its_last_one():
     mixer = build("ten", scales=[4]).network.model.layers[0].mixer
     with torch.no_grad():
         inputs = torch.randn((1, 16, 64), generator=torch.Generator().manual_seed(2))
@@ -185,7 +179,7 @@ def test_a_group_of_tokens_applies_from_its_last_one() -> None:
 
 
 @pytest.mark.parametrize("scales", [[1, 2, 4, 8], [3]], ids=str)
-def test_loss_and_gradients_do_not_depend_on_the_chunk(scales: list[int]) -> None:
+def test_loss_and_gradients_do_not_depend_on_the_chunk(scales):
     ids, results = tokens(2, 50), []
     for chunk in (1, 8, 64):
         model = build("ten", scales=scales, chunk_size=chunk).double()
@@ -197,10 +191,10 @@ def test_loss_and_gradients_do_not_depend_on_the_chunk(scales: list[int]) -> Non
             torch.testing.assert_close(found, wanted, rtol=1e-8, atol=1e-11)
 
 
-def test_the_recurrence_runs_in_float32_on_bf16_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_recurrence_runs_in_float32_on_bf16_parameters(monkeypatch):
     seen = []
 
-    def noting(beta: Tensor, *modes: Tensor, **others: Any) -> Tensor:
+    def noting(beta, *modes, **others):
         seen.append((beta.dtype, *(mode.dtype for mode in modes)))
         return beta[0]
 
@@ -211,7 +205,7 @@ def test_the_recurrence_runs_in_float32_on_bf16_parameters(monkeypatch: pytest.M
 
 @own_families
 @pytest.mark.parametrize("heads", [0, 4])
-def test_a_new_memory_finds_a_token_by_the_one_before_it(family: str, heads: int) -> None:
+def test_a_new_memory_finds_a_token_by_the_one_before_it(family, heads):
     """Queries and keys start equal, and half of the channels of each token hold the last one."""
     block = build(family, **RECALL | {"memory_heads": heads}).network.model.layers[0]
     assert (block.memory is not None) == (heads > 0)
@@ -223,7 +217,7 @@ def test_a_new_memory_finds_a_token_by_the_one_before_it(family: str, heads: int
 
 
 @own_families
-def test_a_plain_model_needs_no_settings_of_recall(family: str, tmp_path: Path) -> None:
+def test_a_plain_model_needs_no_settings_of_recall(family, tmp_path):
     network = build(family).network.eval()
     kinds = {type(module).__name__ for module in network.modules()}
     assert not kinds & {"CausalAttention", "Memory", "ShortConvolution"}
@@ -238,7 +232,7 @@ def test_a_plain_model_needs_no_settings_of_recall(family: str, tmp_path: Path) 
 
 
 @own_families
-def test_every_second_block_of_a_hybrid_has_attention(family: str) -> None:
+def test_every_second_block_of_a_hybrid_has_attention(family):
     layers = build(family, num_hidden_layers=5, **HYBRID).network.model.layers
     found = [isinstance(layer.mixer, CausalAttention) for layer in layers]
     assert found == [False, True, False, True, False]
@@ -254,6 +248,6 @@ def test_every_second_block_of_a_hybrid_has_attention(family: str) -> None:
     ],
     ids=str,
 )
-def test_wrong_settings_of_recall_are_named(settings: dict[str, Any], message: str) -> None:
+def test_wrong_settings_of_recall_are_named(settings, message):
     with pytest.raises(ConfigError, match=message):
         shape_from(SHAPES["ten"] | settings, where="model.json")

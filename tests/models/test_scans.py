@@ -5,15 +5,12 @@ The kernels run on a GPU, or anywhere in Triton's interpreter (TRITON_INTERPRET=
 
 import functools
 import mmap
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from kernel_errors import errors_of
 from small_families import relative
-from torch import Tensor
 from torch.func import functional_call
 from triton_interpreter import INTERPRETED, needs_interpreter
 
@@ -44,11 +41,11 @@ both_types = pytest.mark.parametrize(
 )
 
 
-def drawn(*shape: int, seed: int = 1) -> Tensor:
+def drawn(*shape, seed=1):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def stirred(module: torch.nn.Module, *, by: float = 0.3) -> Any:
+def stirred(module, *, by=0.3):
     """Move all parameters of a new module, in float64."""
     with torch.no_grad():
         for number, parameter in enumerate(module.double().parameters()):
@@ -56,17 +53,15 @@ def stirred(module: torch.nn.Module, *, by: float = 0.3) -> Any:
     return module
 
 
-def check(
-    form: Callable[..., Any], definition: Callable[..., Any], inputs: Any, dtype: Any, within: float
-) -> None:
+def check(form, definition, inputs, dtype, within):
     """Outputs and the gradients of all inputs are those of the definition in float64."""
     rounded = [tensor.detach().to(dtype) for tensor in inputs]
     errors = errors_of(form, definition, rounded)
     assert max(errors) < within, errors  # also if one is NaN
 
 
-def test_a_wrong_gradient_counts_as_an_error() -> None:
-    def wrong(one: Tensor, other: Tensor) -> Tensor:
+def test_a_wrong_gradient_counts_as_an_error():
+    def wrong(one, other):
         return one * other.detach() + 1.05 * (one.detach() * (other - other.detach()))
 
     inputs = [drawn(50), drawn(50, seed=2)]
@@ -77,7 +72,7 @@ def test_a_wrong_gradient_counts_as_an_error() -> None:
 # The convolution by FFT.
 
 
-def lag_by_lag(inputs: Tensor, response: Tensor) -> Tensor:
+def lag_by_lag(inputs, response):
     outputs = torch.zeros_like(inputs)
     for lag in range(response.shape[1]):
         shifted = inputs[:, : inputs.shape[1] - lag] * response[:, lag]
@@ -87,17 +82,13 @@ def lag_by_lag(inputs: Tensor, response: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("length", [1, 2, 37, 256])
 @both_types
-def test_a_convolution_is_a_sum_over_all_lags(
-    length: int, dtype: torch.dtype, within: float
-) -> None:
+def test_a_convolution_is_a_sum_over_all_lags(length, dtype, within):
     inputs = drawn(2, length, 3), drawn(3, length, seed=2)
     check(causal_convolution, lag_by_lag, inputs, dtype, within)
 
 
 @pytest.mark.parametrize("cut", ["transformed", "transposed by tokens", "transposed by channels"])
-def test_grouping_channels_does_not_change_a_convolution(
-    cut: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_grouping_channels_does_not_change_a_convolution(cut, monkeypatch):
     if cut == "transformed":
         monkeypatch.setattr(resonance, "BYTES_ON_CPU", 8 * 2 * 17 * 3)  # groups of 3, 3 and 1
     elif cut == "transposed by tokens":
@@ -109,7 +100,7 @@ def test_grouping_channels_does_not_change_a_convolution(
     check(causal_convolution, lag_by_lag, inputs, torch.float64, 1e-12)
 
 
-def test_a_convolution_of_bfloat16_is_rounded_once_and_torch_checks_the_operator() -> None:
+def test_a_convolution_of_bfloat16_is_rounded_once_and_torch_checks_the_operator():
     inputs, response = drawn(1, 64, 4).bfloat16(), drawn(4, 64).float()
     outputs = causal_convolution(inputs, response)
     assert outputs.dtype == torch.bfloat16
@@ -121,21 +112,14 @@ def test_a_convolution_of_bfloat16_is_rounded_once_and_torch_checks_the_operator
 # Resonators.
 
 
-def bank(width: int = 3, count: int = 5, longest: int = 64) -> ResonatorBank:
+def bank(width=3, count=5, longest=64):
     config = ResonanceConfig(
         hidden_size=width, num_resonators=count, max_position_embeddings=longest
     )
     return ResonatorBank(config)
 
 
-def resonators_by_token(
-    inputs: Tensor,
-    interference: Tensor,
-    decay_shift: Tensor,
-    frequency_shift: Tensor,
-    magnitude: Tensor,
-    phase: Tensor,
-) -> Tensor:
+def resonators_by_token(inputs, interference, decay_shift, frequency_shift, magnitude, phase):
     """The recurrence, the interference and the read-out at each token."""
     count, width = magnitude.shape
     decay, frequency = grid(count, 64)
@@ -153,11 +137,11 @@ def resonators_by_token(
 
 
 @both_types
-def test_resonators_are_their_recurrence(dtype: torch.dtype, within: float) -> None:
+def test_resonators_are_their_recurrence(dtype, within):
     module = stirred(bank())
     names = [name for name, _ in module.named_parameters()]
 
-    def form(inputs: Tensor, *parameters: Tensor) -> Any:
+    def form(inputs, *parameters):
         return functional_call(module, dict(zip(names, parameters, strict=True)), (inputs,))
 
     check(form, resonators_by_token, [drawn(2, 96, 3), *module.parameters()], dtype, within)
@@ -166,7 +150,7 @@ def test_resonators_are_their_recurrence(dtype: torch.dtype, within: float) -> N
 @pytest.mark.parametrize("chunk", [1, 7, 32, 96, 100])
 @both_types
 @torch.no_grad()
-def test_resonators_in_chunks_equal_one_pass(chunk: int, dtype: torch.dtype, within: float) -> None:
+def test_resonators_in_chunks_equal_one_pass(chunk, dtype, within):
     module, inputs = stirred(bank()).to(dtype), drawn(2, 96, 3).to(dtype)
     whole, tuning = module(inputs), module.tuning(dtype)
     chunked, state = ring_on(inputs, tuning, silence(inputs, tuning), chunk=chunk)
@@ -177,7 +161,7 @@ def test_resonators_in_chunks_equal_one_pass(chunk: int, dtype: torch.dtype, wit
     assert relative(end, state) < within
 
 
-def test_powers_stay_exact_over_a_whole_long_context() -> None:
+def test_powers_stay_exact_over_a_whole_long_context():
     decay, frequency = grid(16, 32768)
     powers = resonance.powers(Tuning(decay, frequency, torch.zeros(2, 16, 1)), 32768)
     lags = torch.arange(32768, dtype=torch.float64)
@@ -185,7 +169,7 @@ def test_powers_stay_exact_over_a_whole_long_context() -> None:
     assert float((torch.complex(*powers.double()) - exact).abs().max()) < 1e-6
 
 
-def test_bfloat16_parameters_hardly_detune_a_long_kernel() -> None:
+def test_bfloat16_parameters_hardly_detune_a_long_kernel():
     """The kernel of 32,768 lags stays accurate with rounded shifts of a line width."""
     torch.manual_seed(0)
     module = bank(4, 16, 32768)
@@ -194,7 +178,7 @@ def test_bfloat16_parameters_hardly_detune_a_long_kernel() -> None:
     exact = kernel(module.tuning(torch.float32), 32768)
     tail = slice(16384, None)
 
-    def detuned_by(tuning: Tuning) -> float:
+    def detuned_by(tuning):
         response = kernel(tuning, 32768)
         assert response.dtype == torch.float32
         return float(((response - exact)[:, tail].norm() / exact[:, tail].norm()).detach())
@@ -209,16 +193,14 @@ def test_bfloat16_parameters_hardly_detune_a_long_kernel() -> None:
 # Eigenstates.
 
 
-def modes_of(length: int, *, modes: int = MODES) -> list[Tensor]:
+def modes_of(length, *, modes=MODES):
     """Return inputs with outputs near one, log-decays, and frequencies."""
     spectrum = initial_spectrum(modes, longest=length)
     beta = drawn(2, modes, ROWS, length, seed=7) * spectrum.gain[:, None, None]
     return [beta, spectrum.log_decay, spectrum.frequency]
 
 
-def eigenstates_by_token(
-    beta: Tensor, log_decay: Tensor, frequency: Tensor, state: Tensor
-) -> tuple[Tensor, Tensor]:
+def eigenstates_by_token(beta, log_decay, frequency, state):
     """Return Re(c) `[K, B, T]` and the last c `[2, K, B]`."""
     multiplier, c = torch.polar(log_decay.exp(), frequency)[:, None], torch.complex(*state)
     outputs = []
@@ -230,10 +212,8 @@ def eigenstates_by_token(
 
 @pytest.mark.parametrize("chunk", [1, 7, 32, 150, 1000])
 @both_types
-def test_eigenstates_in_chunks_are_their_recurrence(
-    chunk: int, dtype: torch.dtype, within: float
-) -> None:
-    def form(*inputs: Tensor) -> tuple[Tensor, Tensor]:
+def test_eigenstates_in_chunks_are_their_recurrence(chunk, dtype, within):
+    def form(*inputs):
         *modes, state = inputs
         return chunked_scan(*modes, chunk=chunk, state=state), last_state(*modes, state=state)
 
@@ -242,7 +222,7 @@ def test_eigenstates_in_chunks_are_their_recurrence(
 
 
 @pytest.mark.parametrize("chunk", [64, 256])
-def test_eigenstates_in_float32_stay_accurate_over_32768_tokens(chunk: int) -> None:
+def test_eigenstates_in_float32_stay_accurate_over_32768_tokens(chunk):
     spectrum = initial_spectrum(8, longest=32768)
     beta, modes = drawn(2, 8, 1, 32768).float(), (spectrum.log_decay, spectrum.frequency)
     exact = chunked_scan(beta.double(), *modes, chunk=100)
@@ -251,7 +231,7 @@ def test_eigenstates_in_float32_stay_accurate_over_32768_tokens(chunk: int) -> N
 
 
 @pytest.mark.parametrize("chunk", [16, 64])
-def test_the_gradient_of_token_32000_reaches_token_100(chunk: int) -> None:
+def test_the_gradient_of_token_32000_reaches_token_100(chunk):
     length, first, last = 32768, 100, 32000
     spectrum = initial_spectrum(16, longest=length)
     beta = torch.zeros((2, 16, 1, length), requires_grad=True)
@@ -267,13 +247,11 @@ def test_the_gradient_of_token_32000_reaches_token_100(chunk: int) -> None:
 
 @pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_no_product_of_eigenstates_runs_in_tf32(
-    device: str, compiles: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    taken: list[str] = []
+def test_no_product_of_eigenstates_runs_in_tf32(device, compiles, monkeypatch):
+    taken = []
 
-    def noting(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def noted(*arguments: Tensor) -> Tensor:
+    def noting(product):
+        def noted(*arguments):
             taken.append(torch.get_float32_matmul_precision())
             return product(*arguments)
 
@@ -306,20 +284,18 @@ def test_no_product_of_eigenstates_runs_in_tf32(
         ("high", True, torch.float64, False),
     ],
 )
-def test_products_are_forced_to_float32_only_if_tf32_is_possible(
-    precision: str, on_gpu: bool, dtype: torch.dtype, held: bool
-) -> None:
+def test_products_are_forced_to_float32_only_if_tf32_is_possible(precision, on_gpu, dtype, held):
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
     try:
-        factor: Any = SimpleNamespace(is_cuda=on_gpu, dtype=dtype)
+        factor = SimpleNamespace(is_cuda=on_gpu, dtype=dtype)
         assert ten._could_be_tf32(factor) is held
     finally:
         torch.set_float32_matmul_precision(before)
 
 
 @torch.no_grad()
-def test_cells_average_their_recurrences_read_out_through_r() -> None:
+def test_cells_average_their_recurrences_read_out_through_r():
     config = TenConfig(hidden_size=8, num_eigenstates=3, max_position_embeddings=64, chunk_size=4)
     cells, inputs = TenCells(config).double(), drawn(2, 20, 8)
     for number, parameter in enumerate(cells.parameters()):
@@ -339,7 +315,7 @@ def test_cells_average_their_recurrences_read_out_through_r() -> None:
     torch.testing.assert_close(cells(inputs)[0], total / 2, rtol=1e-10, atol=1e-10)
 
 
-def test_the_gain_keeps_the_variance_of_every_mode() -> None:
+def test_the_gain_keeps_the_variance_of_every_mode():
     spectrum = initial_spectrum(8, longest=200)
     beta = drawn(2, 8, 1, 20000) * spectrum.gain[:, None, None]
     real = chunked_scan(beta, spectrum.log_decay, spectrum.frequency, chunk=64)
@@ -347,7 +323,7 @@ def test_the_gain_keeps_the_variance_of_every_mode() -> None:
 
 
 @pytest.mark.parametrize("moved", [0.3, -0.7, 1.0])
-def test_rounding_the_learned_numbers_to_bf16_is_harmless_at_every_horizon(moved: float) -> None:
+def test_rounding_the_learned_numbers_to_bf16_is_harmless_at_every_horizon(moved):
     initial = initial_spectrum(64, longest=32768)
     shift = torch.full((64,), moved * 1.001)
     exact, rounded = (
@@ -368,7 +344,7 @@ def test_rounding_the_learned_numbers_to_bf16_is_harmless_at_every_horizon(moved
 # Memories, and the parts beside a mixer.
 
 
-def memories_of(length: int, *, fastest: float = 2.0) -> list[Tensor]:
+def memories_of(length, *, fastest=2.0):
     """Return queries, keys, values, log-decays down to -2 `fastest`, and a state."""
     rates = torch.tensor([fastest, 0.05, 1e-4], dtype=torch.float64)[:, None]
     decay = -rates * 2 * drawn(ROWS, HEADS, length, seed=4).sigmoid()
@@ -376,9 +352,7 @@ def memories_of(length: int, *, fastest: float = 2.0) -> list[Tensor]:
     return [*drawn(3, ROWS, HEADS, length, WIDTH, seed=3), decay, state]
 
 
-def memories_by_token(
-    query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, state: Tensor
-) -> tuple[Tensor, Tensor]:
+def memories_by_token(query, key, value, log_decay, state):
     """S_t = a_t S_{t-1} + k_t v_t^T, y_t = q_t^T S_t."""
     outputs = []
     for t in range(query.shape[2]):
@@ -391,18 +365,16 @@ def memories_by_token(
 @pytest.mark.parametrize(
     ("chunk", "together"), [(1, 64), (7, 64), (32, 64), (150, 64), (1000, 64), (8, 1), (8, 4)]
 )
-def test_memories_in_chunks_are_their_recurrence(
-    chunk: int, together: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memories_in_chunks_are_their_recurrence(chunk, together, monkeypatch):
     monkeypatch.setattr(recall, "CHUNKS_TOGETHER", together)
 
-    def form(*inputs: Tensor) -> tuple[Tensor, Tensor]:
+    def form(*inputs):
         return matrix_scan(*inputs[:-1], chunk=chunk, state=inputs[-1])
 
     check(form, memories_by_token, memories_of(150), torch.float64, 1e-12)
 
 
-def test_fast_decays_neither_overflow_nor_lose_float32() -> None:
+def test_fast_decays_neither_overflow_nor_lose_float32():
     """exp(-sum) of a chunk alone would be exp(1,000)."""
     exact, _ = memories_by_token(*memories_of(150, fastest=20.0))
     inputs = [tensor.float().requires_grad_() for tensor in memories_of(150, fastest=20.0)]
@@ -413,8 +385,8 @@ def test_fast_decays_neither_overflow_nor_lose_float32() -> None:
 
 
 @pytest.mark.parametrize("length", [1, 2, 7, 128, 150])
-def test_sums_of_deterministic_runs_are_cumulative_sums(length: int) -> None:
-    def cumulative(values: Tensor) -> Tensor:
+def test_sums_of_deterministic_runs_are_cumulative_sums(length):
+    def cumulative(values):
         return values.cumsum(-1)
 
     check(recall.doubled_sums, cumulative, [drawn(2, 3, length)], torch.float64, 1e-12)
@@ -424,7 +396,7 @@ PARTS = TenConfig(hidden_size=12, memory_heads=3, attention_heads=3, max_positio
 
 
 @torch.no_grad()
-def test_a_memory_is_its_defining_equations() -> None:
+def test_a_memory_is_its_defining_equations():
     torch.manual_seed(0)
     memory, inputs = Memory(PARTS).double(), drawn(2, 20, 12)
     q, k, v, g = (inputs @ memory.read.weight.T).view(2, 20, 4, 3, 4).permute(2, 0, 3, 1, 4)
@@ -444,7 +416,7 @@ def test_a_memory_is_its_defining_equations() -> None:
 
 
 @torch.no_grad()
-def test_attention_is_softmax_over_earlier_tokens() -> None:
+def test_attention_is_softmax_over_earlier_tokens():
     torch.manual_seed(0)
     attention, inputs = CausalAttention(PARTS).double(), drawn(2, 20, 12)
     q, k, v = attention.read(inputs).view(2, 20, 3, 3, 4).permute(2, 0, 3, 1, 4)
@@ -454,7 +426,7 @@ def test_attention_is_softmax_over_earlier_tokens() -> None:
 
 
 @torch.no_grad()
-def test_a_short_convolution_starts_as_the_identity_and_adds_its_taps() -> None:
+def test_a_short_convolution_starts_as_the_identity_and_adds_its_taps():
     config = TenConfig(hidden_size=5, convolution_width=3)
     convolution, inputs, taps = ShortConvolution(config).double(), drawn(2, 9, 5), drawn(3, 5)
     assert torch.equal(convolution(inputs), inputs)
@@ -472,7 +444,7 @@ SPARSE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # Linux's MAP_NORESERVE
 
 @in_triton
 @pytest.mark.parametrize("length", [1, 64, 1000, 1024, 2500])
-def test_the_kernel_of_eigenstates_equals_the_form_in_chunks(length: int) -> None:
+def test_the_kernel_of_eigenstates_equals_the_form_in_chunks(length):
     from refocused.models.scan_kernel import kernel_scan
 
     inputs = [tensor.to(DEVICE) for tensor in modes_of(2500, modes=5)]
@@ -491,9 +463,7 @@ def test_the_kernel_of_eigenstates_equals_the_form_in_chunks(length: int) -> Non
         (150, 16, 17, torch.float16),  # the interpreter has no products of bf16
     ],
 )
-def test_the_kernel_of_memories_equals_the_form_in_chunks(
-    length: int, keys: int, values: int, dtype: torch.dtype
-) -> None:
+def test_the_kernel_of_memories_equals_the_form_in_chunks(length, keys, values, dtype):
     from refocused.models.memory_kernel import kernel_scan
 
     rates = torch.tensor([30.0, 1.0, 1e-3, 0.0])[:, None]
@@ -512,7 +482,7 @@ def test_the_kernel_of_memories_equals_the_form_in_chunks(
 
 @in_triton
 @pytest.mark.parametrize("place", [0, 1])
-def test_the_kernel_of_memories_differentiates_each_result_alone(place: int) -> None:
+def test_the_kernel_of_memories_differentiates_each_result_alone(place):
     from refocused.models.memory_kernel import kernel_scan
 
     leaf, decay = drawn(1, 2, 70, 5).float().to(DEVICE), -drawn(1, 2, 70).abs().float().to(DEVICE)
@@ -526,7 +496,7 @@ def test_the_kernel_of_memories_differentiates_each_result_alone(place: int) -> 
 
 @in_triton
 @pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
-def test_a_block_with_the_kernels_equals_one_in_chunks(compiles: bool) -> None:
+def test_a_block_with_the_kernels_equals_one_in_chunks(compiles):
     from refocused.models import memory_kernel, scan_kernel
     from refocused.models.recurrent_lm import RecurrentBlock
     from refocused.models.ten import TenMixer
@@ -556,7 +526,7 @@ def test_a_block_with_the_kernels_equals_one_in_chunks(compiles: bool) -> None:
 
 @pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1; a GPU has no sparse memory")
 @in_triton
-def test_imaginary_parts_may_lie_beyond_32_bits() -> None:
+def test_imaginary_parts_may_lie_beyond_32_bits():
     from refocused.models import scan_kernel
 
     length, far = 100, 2**31 + 16  # elements; pages that are not touched take no memory

@@ -2,8 +2,6 @@
 
 import json
 import math
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,8 +15,8 @@ from refocused.models.ten import initial_spectrum
 
 # Standard deviation of each matrix at the start; where None, as small as 0.02 / sqrt(2 layers).
 _PROJECTIONS = [f"{one}_proj" for one in ("q", "k", "v", "o", "gate", "up", "down")]
-LLAMA: dict[str, float | None] = dict.fromkeys(("embed_tokens", "lm_head", *_PROJECTIONS), 0.02)
-DEVIATIONS: dict[str, dict[str, float | None]] = {
+LLAMA = dict.fromkeys(("embed_tokens", "lm_head", *_PROJECTIONS), 0.02)
+DEVIATIONS = {
     "gpt2": {
         "wte": 0.02,
         "wpe": 0.02,
@@ -65,7 +63,7 @@ DEVIATIONS: dict[str, dict[str, float | None]] = {
 
 
 @every_family
-def test_matrices_have_the_stated_initialization(family: str) -> None:
+def test_matrices_have_the_stated_initialization(family):
     layers = {"gpt2": "n_layer"}.get(family, "num_hidden_layers")
     sizes = {"num_resonators": 32, "num_eigenstates": 32}  # enough to measure a deviation
     shape = {name: size for name, size in sizes.items() if name in SHAPES[family]}
@@ -83,13 +81,13 @@ def test_matrices_have_the_stated_initialization(family: str) -> None:
     assert seen == set(DEVIATIONS[family])
 
 
-def plain_network(family: str) -> Any:
+def plain_network(family):
     torch.manual_seed(0)
     return transformers.AutoModelForCausalLM.from_config(build(family).network.config)
 
 
 @every_family
-def test_accumulated_losses_are_divided_by_the_labels_of_all_passes(family: str) -> None:
+def test_accumulated_losses_are_divided_by_the_labels_of_all_passes(family):
     """As in transformers' Trainer, which passes the number and sums the losses."""
     network, ids = plain_network(family), tokens(4, 33)
     network(input_ids=ids, labels=ids).loss.backward()
@@ -104,7 +102,7 @@ def test_accumulated_losses_are_divided_by_the_labels_of_all_passes(family: str)
 
 @every_family
 @torch.no_grad()
-def test_hidden_states_and_the_last_logits_are_those_of_transformers_models(family: str) -> None:
+def test_hidden_states_and_the_last_logits_are_those_of_transformers_models(family):
     network, ids = plain_network(family).eval(), tokens(2, 16)
     outputs = network(input_ids=ids, output_hidden_states=True)
     states = outputs.hidden_states
@@ -126,7 +124,7 @@ def test_hidden_states_and_the_last_logits_are_those_of_transformers_models(fami
 
 @pytest.mark.parametrize("family", ["resonance", "ten"])
 @torch.no_grad()
-def test_the_spectrum_is_kept_beside_the_weights(tmp_path: Path, family: str) -> None:
+def test_the_spectrum_is_kept_beside_the_weights(tmp_path, family):
     """A longer `max_position_embeddings` must not change it: weights are relative to it."""
     changes = {"learned_positions": False} if family == "ten" else {}
     network, ids = build(family, **changes).network.eval(), tokens(2, 48)
@@ -148,7 +146,7 @@ def test_the_spectrum_is_kept_beside_the_weights(tmp_path: Path, family: str) ->
     torch.testing.assert_close(found, wanted)
 
 
-def test_the_initial_spectra_do_not_change() -> None:
+def test_the_initial_spectra_do_not_change():
     """Other formulas would change trained models; they would need a new setting."""
     ten = initial_spectrum(5, longest=1000)
     for found, wanted in (

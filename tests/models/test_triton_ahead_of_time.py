@@ -7,7 +7,6 @@ import importlib
 import inspect
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 from triton_interpreter import INTERPRETED, IS_OLD
@@ -29,7 +28,7 @@ LOSSES["HAS_CAP"] = False
 OF_TOKENS = ("query", "key", "value", "out", "states", "gradient")
 SHORT = dict.fromkeys((*OF_TOKENS, "into_query", "into_key", "into_value"), "*bf16")
 SHORT = {**MEMORY, **SHORT, "CHUNK": 64}
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
+CASES = {
     "values": ("scan_kernel:_scan_tiles", {**SCAN, "WHOLE": False}),
     "whole": ("scan_kernel:_scan_tiles", {**SCAN, "WHOLE": True}),
     "large": ("scan_kernel:_scan_tiles", {**SCAN, "WHOLE": True, "plane": "i64"}),
@@ -46,7 +45,7 @@ MAX_SPILLED = 1024  # bytes a thread; the scan's 8-warp programs spill 250 to 40
 TOO_LARGE = {("back", 80), ("back16", 80)}  # spill 12 kB or more; chunks should win there
 
 
-def test_every_kernel_is_compiled() -> None:
+def test_every_kernel_is_compiled():
     models = Path(refocused.__file__).parent / "models"
     kernels = [
         f"{'.'.join(path.relative_to(models).with_suffix('').parts)}:{name}"
@@ -58,13 +57,7 @@ def test_every_kernel_is_compiled() -> None:
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize("case", CASES)
-def test_a_kernel_compiles_within_its_registers(
-    case: str,
-    capability: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_kernel_compiles_within_its_registers(case, capability, tmp_path, monkeypatch, capsys):
     if IS_OLD and (case, capability) == ("read16", 80):
         pytest.skip("Triton 3.6 spills 5,644 bytes for sm80")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
@@ -87,13 +80,13 @@ def test_a_kernel_compiles_within_its_registers(
             assert seen is not None and seen[1] == kind
 
 
-def compiled(case: str, capability: int) -> Any:
+def compiled(case, capability):
     """Compile a kernel as its launch would."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     file, _, name = CASES[case][0].partition(":")
-    module: Any = importlib.import_module(f"refocused.models.{file}")
+    module = importlib.import_module(f"refocused.models.{file}")
     kernel = getattr(module, name)
     names = list(inspect.signature(kernel.fn).parameters)
     constants = {name for name in names if name.isupper()}
