@@ -457,10 +457,9 @@ class Launches:
             program = ["--module", "refocused", "train"]
             environment["PYTHONSAFEPATH"] = "1"  # import nothing from the current folder
         command = [*deepspeed_command(environment, gpus=self.gpus), *program, *self.arguments]
-        began, grace = self.began_seconds, self.grace_seconds
-        launch = Launch.create(
-            began_seconds=began,
-            grace_seconds=grace,
+        launch = Launch(
+            began_seconds=self.began_seconds,
+            grace_seconds=self.grace_seconds,
             command=self.resume_command,
             crashed_seconds=self._crashed_seconds,
         )

@@ -202,7 +202,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # In the log file, too, where Python's own goes to the terminal only.
     threading.excepthook = lambda of: log_unexpected(of.exc_value or of.exc_type(), " in a thread")
     code = train_as_rank(loaded, arguments, rank, session)
-    session.presence.report(exit_code=code)
+    session.report(exit_code=code)
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):  # the terminal may have been closed

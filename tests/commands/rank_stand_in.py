@@ -60,7 +60,7 @@ def be_rank(scenario: str) -> int:
     rank = int(os.environ["RANK"])
     session = begin_session(rank)
     code = _train(scenario, rank, session)
-    session.presence.report(exit_code=code)
+    session.report(exit_code=code)
     return code
 
 
@@ -70,7 +70,7 @@ def _train(scenario: str, rank: int, session: Session) -> int:
     if scenario == "imports":  # before anything is open
         time.sleep(600)
     session.joined.set()
-    session.presence.report(run=str(RUN), training=True)
+    session.report(run=str(RUN), training=True)
     session.signals.notices = session.training_notices
     if scenario == "hangs":  # besides, a process of the rank's would outlive it
         subprocess.Popen(["sleep", "600"], start_new_session=True)
@@ -89,7 +89,7 @@ def _train(scenario: str, rank: int, session: Session) -> int:
             return 1
     if scenario == "hangs" and rank == 1:
         time.sleep(600)
-    session.presence.report(reason="SIGNAL" if session.signals.asked else "PARENT_GONE")
+    session.report(reason="SIGNAL" if session.signals.asked else "PARENT_GONE")
     return 130
 
 

@@ -13,14 +13,12 @@ import refocused.train.lifecycle.trainer
 from refocused.commands import arguments, train
 from refocused.config.load_run import load_run
 from refocused.config.yaml_source import parse_yaml
-from refocused.metrics.meter import Meter
 from refocused.system import logs
 from refocused.system.errors import BucketError, ConfigError, ExitCode, TrainingError
-from refocused.system.progress import Progress
 from refocused.system.world import World
 from refocused.train.lifecycle import session as session_module
-from refocused.train.lifecycle.launch_session import Presence, Signals
-from refocused.train.lifecycle.session import Ancestors, Session
+from refocused.train.lifecycle.launch_session import Signals
+from refocused.train.lifecycle.session import Session
 
 
 @pytest.fixture(autouse=True)
@@ -168,9 +166,10 @@ def test_every_end_has_its_code_and_its_words(
     monkeypatch.setattr(refocused.train.lifecycle.trainer, "run", run)
     write_tokens(Path("tokens"), shards=1, tokens=100, vocabulary=512)
     namespace = train.read_arguments(["--config", "tiny.yaml"])
-    alone = Signals(speaks=False), Ancestors(None), Presence(None, 0)
-    session = Session(*alone, 0.0, None, Meter(began_seconds=0.0), Progress())
-    assert train.train_as_rank(train.load(namespace), namespace, 0, session) == code
+    assert (
+        train.train_as_rank(train.load(namespace), namespace, 0, Session(Signals(speaks=False), 0))
+        == code
+    )
     said = capsys.readouterr().err
     assert said.startswith(told) if told else said == ""
 
@@ -199,9 +198,12 @@ def test_an_unexpected_error_is_shown_with_its_frames(
     monkeypatch.setattr(failing, lambda *_, **__: deep(9))
     write_tokens(Path("tokens"), shards=1, tokens=100, vocabulary=512)
     namespace = train.read_arguments(["--config", "tiny.yaml"])
-    alone = Signals(speaks=False), Ancestors(None), Presence(None, rank)
-    session = Session(*alone, 0.0, None, Meter(began_seconds=0.0), Progress())
-    assert train.train_as_rank(train.load(namespace), namespace, rank, session) == 1
+    assert (
+        train.train_as_rank(
+            train.load(namespace), namespace, rank, Session(Signals(speaks=False), rank)
+        )
+        == 1
+    )
     lines = capsys.readouterr().err.splitlines()
     whose = f"rank {rank}: " if rank else ""
     assert lines[0] == f"error: {whose}Unexpected AssertionError"

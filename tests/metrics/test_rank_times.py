@@ -163,34 +163,29 @@ USUAL = (0.0, 0.3, 0.6, 0.1, 0.5)
 
 
 @pytest.mark.parametrize(
-    ("slow", "phase"),
+    ("ranks", "expected"),
     [
-        ((0.0, 0.33, 0.6, 0.1, 0.47), "forward"),
-        ((0.0, 0.33, 0.66, 0.11, 0.4), "backward"),
-        ((0.0, 0.3, 0.6, 0.3, 0.3), "update"),
-        ((0.2, 0.3, 0.6, 0.1, 0.3), "data"),  # the others have theirs
-        ((0.2, 0.33, 0.6, 0.1, 0.3), "data"),
+        ([USUAL, (0.0, 0.33, 0.6, 0.1, 0.47), USUAL], {"rank": 1, "phase": "forward"}),
+        ([USUAL, (0.0, 0.33, 0.66, 0.11, 0.4), USUAL], {"rank": 1, "phase": "backward"}),
+        ([USUAL, (0.0, 0.3, 0.6, 0.3, 0.3), USUAL], {"rank": 1, "phase": "update"}),
+        ([USUAL, (0.2, 0.3, 0.6, 0.1, 0.3), USUAL], {"rank": 1, "phase": "data"}),
+        ([USUAL, (0.2, 0.33, 0.6, 0.1, 0.3), USUAL], {"rank": 1, "phase": "data"}),
+        ([(0.9, *USUAL[1:])] * 3, {"is_slow": False}),  # data that come late on all ranks
+        # The limit where the times do not vary.
+        ([USUAL, [1.061 * n for n in USUAL], USUAL], {"limit_fraction": 0.06, "is_slow": True}),
+        ([USUAL, [1.059 * n for n in USUAL], USUAL], {"limit_fraction": 0.06, "is_slow": False}),
+        # The slowest of a slow machine.
+        (
+            [USUAL, USUAL, (0.0, 0.4, 0.6, 0.1, 0.4), (0.0, 0.5, 0.6, 0.1, 0.3)],
+            {"rank": 3, "excess_fraction": 0.2},
+        ),
     ],
 )
-def test_the_phase_that_is_slow(slow: Sequence[float], phase: str) -> None:
-    found = find_slowest(times_of(USUAL, slow, USUAL))
-    assert found is not None
-    assert (found.rank, found.phase) == (1, phase)
-
-
-def test_data_that_come_late_on_all_ranks_are_no_ranks_fault() -> None:
-    late = (0.9, *USUAL[1:])
-    found = find_slowest(times_of(late, late, late))
-    assert found is not None
-    assert not found.is_slow
-
-
-@pytest.mark.parametrize(("factor", "is_slow"), [(1.061, True), (1.059, False)])
-def test_from_6_percent_on_a_rank_is_slow_where_the_times_do_not_vary(
-    factor: float, is_slow: bool
+def test_the_slowest_rank_and_its_phase(
+    ranks: Sequence[Sequence[float]], expected: dict[str, object]
 ) -> None:
-    found = find_slowest(times_of(USUAL, [factor * seconds for seconds in USUAL], USUAL))
-    assert found is not None and (found.limit_fraction, found.is_slow) == (0.06, is_slow)
+    found = find_slowest(times_of(*ranks))
+    assert {name: getattr(found, name) for name in expected} == expected
 
 
 def test_where_they_vary_a_rank_is_slow_from_two_and_a_half_deviations_on() -> None:
@@ -202,13 +197,6 @@ def test_where_they_vary_a_rank_is_slow_from_two_and_a_half_deviations_on() -> N
         assert found is not None
         assert found.limit_fraction == pytest.approx(2.5 * 1.4826 * 0.05, abs=1e-3)
         assert found.is_slow == is_slow
-
-
-def test_the_slowest_of_a_slow_machine_is_named() -> None:
-    slow, slowest = (0.0, 0.4, 0.6, 0.1, 0.4), (0.0, 0.5, 0.6, 0.1, 0.3)
-    found = find_slowest(times_of(USUAL, USUAL, slow, slowest))
-    assert found is not None
-    assert (found.rank, found.excess_fraction) == (3, 0.2)
 
 
 def test_nothing_is_said_of_a_single_rank_or_of_few_steps() -> None:

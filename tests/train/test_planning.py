@@ -162,6 +162,31 @@ def test_a_large_model_on_several_cpu_ranks_is_rejected() -> None:
         refuse_cpu(load_run(run, [f"run.device={device}"]), ranks=ranks)
 
 
+class BesideRank0(World):
+    """Rank 1, whose clock is some seconds ahead of that of rank 0."""
+
+    ahead = 0.0
+
+    def gather(self, value: Any) -> list[Any]:
+        return [("host0", value[1] - self.ahead, ""), value]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(-301.0, "5 minutes behind that"), (-299.0, ""), (299.0, ""), (301.0, "5 minutes ahead of")],
+)
+def test_a_clock_that_a_bucket_would_refuse_is_named(
+    seconds: float, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(BesideRank0, "ahead", seconds)
+    loaded = load_run("demo", [])
+    if not text:
+        trainer._agree_on_configuration(loaded, BesideRank0())
+        return
+    with pytest.raises(ConfigError, match=f"The clock of .* is {text}.* of host0"):
+        trainer._agree_on_configuration(loaded, BesideRank0())
+
+
 @pytest.mark.slow
 def test_an_automatic_micro_batch_fits_and_is_no_less_than_half_of_the_largest(
     tmp_path: Path,

@@ -1,5 +1,7 @@
 import dataclasses
 import errno
+import json
+import math
 import os
 import re
 import shutil
@@ -109,37 +111,26 @@ def test_a_start_removes_leftovers_of_killed_saves(
     assert not download.exists()
 
 
-@pytest.mark.parametrize("fault", ["read-only", "no room"])
-def test_a_start_is_rejected_if_nothing_could_be_saved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
-) -> None:
-    session = Saving(tmp_path / "checkpoints", least_bytes=14_400_000_000)
-    if fault == "read-only":
-
-        def refuse(_: int) -> None:
-            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-
-        monkeypatch.setattr(os, "fsync", refuse)
-        said = "is not writable (Read-only file system). Training has not started."
-    else:
-        monkeypatch.setattr(shutil, "disk_usage", disk_with(10_000_000_000))
-        said = "has 10.00 GB free, and a save needs about 14.40 GB. Make room, lower"
-    with pytest.raises(ConfigError, match="No checkpoint could be saved") as refused:
-        session.saver.checkpointer.prepare()
-    assert said in str(refused.value) and "set run.directory to a folder on another disk" in str(
-        refused.value
-    )
-
-
-def test_the_first_save_is_not_started_without_room(
+def test_without_room_or_rights_neither_a_start_nor_a_save_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    session = Saving(tmp_path, least_bytes=14_400_000_000)
+    session = Saving(tmp_path / "checkpoints", least_bytes=14_400_000_000)
+    way_out = "set run.directory to a folder on another disk"
+    lacks = "has 10.00 GB free, and a save needs about 14.40 GB"
     monkeypatch.setattr(shutil, "disk_usage", disk_with(10_000_000_000))
+    with pytest.raises(ConfigError, match=f"No checkpoint could be saved.*{lacks}.*{way_out}"):
+        session.saver.checkpointer.prepare()
     session.save(10)
     assert session.log[-1].startswith("save_failed: checkpoint_step_10 was not saved: ")
-    assert "has 10.00 GB free, and a save needs about 14.40 GB" in session.log[-1]
-    assert session.there() == []
+    assert lacks in session.log[-1] and session.there() == []
+
+    def refuse(_: int) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    read_only = r"is not writable \(Read-only file system\)\. Training has not started"
+    with pytest.raises(ConfigError, match=f"No checkpoint could be saved.*{read_only}.*{way_out}"):
+        session.saver.checkpointer.prepare()
 
 
 def test_a_low_disk_is_cleaned_before_a_save(
@@ -215,22 +206,16 @@ def test_a_step_that_is_not_mirrored_is_kept(tmp_path: Path) -> None:
     assert session.there() == [10, 30, 40, 50]
 
 
-def test_broken_checkpoints_do_not_count_as_kept(
+def test_what_cannot_be_removed_fails_no_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    session = Saving(tmp_path)
-    session.save(10, 20)
-    (tmp_path / "checkpoint_step_20" / "manifest.json").unlink()
-    session.save(30)
-    assert session.there() == [10, 20, 30]
-
     def refuse(path: Path) -> None:
         raise OSError("busy")
 
     monkeypatch.setattr("refocused.checkpoints.step.retention.remove_checkpoint", refuse)
-    session.save(40)
-    assert session.there() == [10, 20, 30, 40]
-    assert session.saver.failures == 0
+    session = Saving(tmp_path)
+    session.save(10, 20, 30)
+    assert (session.there(), session.saver.failures) == ([10, 20, 30], 0)
 
 
 def test_resuming_an_earlier_step_saves_on_a_new_branch(tmp_path: Path) -> None:
@@ -339,3 +324,78 @@ def test_an_error_on_all_ranks_leaves_a_complete_checkpoint(slow: Saving, shared
         let_it_write(slow)
         raise error
     assert slow.there() == ([10] if shared else [])  # the other ranks may be gone
+
+
+STATE = TrainState(
+    step=12,
+    tokens=98_304,
+    position=Position(epoch=1, sequences=34),
+    loss=3.25,
+    validation_loss=3.5,
+    validation_set="",
+    best_loss=3.4,
+    best_step=10,
+    seconds=60.5,
+    cost_usd=1.25,
+    wandb_id="tiny",
+)
+
+
+def through_json(state: TrainState) -> TrainState:
+    return TrainState.from_record(json.loads(json.dumps(state.as_record(), allow_nan=False)))
+
+
+def test_a_state_round_trips_through_json() -> None:
+    assert through_json(STATE) == STATE
+    assert through_json(TrainState()) == TrainState()
+    for value in (math.nan, math.inf):  # which other parsers refuse
+        odd = dataclasses.replace(STATE, loss=value, validation_loss=value)
+        assert through_json(odd) == dataclasses.replace(STATE, loss=None, validation_loss=None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"best_loss": ...}, r"trainer.json differs .* in: best_loss\. Resume with"),
+        ({"step": ..., "cost_usd": ...}, "in: cost_usd, step"),
+        ({"momentum": 1}, "in: momentum"),
+        ({"position": {"epoch": 0, "sequences": -1}}, "data position"),
+        ({"position": 3}, "values of another kind"),
+        ({"step": "many"}, "values of another kind"),
+    ],
+)
+def test_a_record_of_another_form_is_rejected(changes: dict[str, Any], said: str) -> None:
+    changed = (STATE.as_record() | changes).items()
+    record = {name: value for name, value in changed if value is not ...}
+    with pytest.raises(CheckpointError, match=said):
+        TrainState.from_record(record)
+
+
+def test_losses_of_other_validation_sets_are_not_compared() -> None:
+    """Regression: `best` stayed the easy set's to the end of the run."""
+    easy = TrainState(step=10).after_validation(1.0, of="easy")
+    assert (easy.after_validation(0.5, of="easy").best_loss, easy.validation_set) == (0.5, "easy")
+    hard = dataclasses.replace(easy, step=20).after_validation(3.0, of="hard")
+    assert (hard.best_loss, hard.best_step, hard.validation_set) == (3.0, 20, "hard")
+    nothing = easy.after_validation(math.nan, of="hard")
+    assert (nothing.best_loss, nothing.best_step) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("before", "loss", "best"),
+    [
+        (STATE, 3.3, (3.3, 12)),
+        (STATE, 3.45, (3.4, 10)),
+        (TrainState(step=1), 9.0, (9.0, 1)),
+        (TrainState(step=1), math.nan, (None, None)),
+        (TrainState(step=1), math.inf, (None, None)),
+        (TrainState(step=1).after_validation(math.nan), 5.0, (5.0, 1)),
+    ],
+)
+def test_only_a_finite_loss_can_be_the_best(
+    before: TrainState, loss: float, best: tuple[float | None, int | None]
+) -> None:
+    after = before.after_validation(loss)
+    assert str(after.validation_loss) == str(loss)
+    assert after.validation_step == before.step
+    assert (after.best_loss, after.best_step) == best

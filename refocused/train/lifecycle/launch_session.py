@@ -15,8 +15,9 @@ from types import FrameType
 from typing import NamedTuple
 
 import pydantic
+from pydantic import Field
 
-from refocused.system.errors import ExitCode, TrainingError, as_typed
+from refocused.system.errors import ExitCode, as_typed
 from refocused.system.logs import erasure
 from refocused.system.processes import LAUNCH_VARIABLE, ProcessIdentity, identify, this_process
 
@@ -107,35 +108,16 @@ class Launch(pydantic.BaseModel, frozen=True):
     nothing is left of a launch that was killed.
     """
 
-    host: str  # the supervisor's machine; ranks elsewhere do without it
-    supervisor: ProcessIdentity
-    notes_file: int  # the supervisor's descriptor of the notes
     began_seconds: float  # when the command began, on this machine's monotonic clock
     grace_seconds: float  # time that ranks have to stop after a signal
     command: str  # resumes the run
-    launched_seconds: float  # when this launch began, on that clock; others may have crashed before
     crashed_seconds: float | None = None  # when the one before crashed, if this is a restart
-
-    @classmethod
-    def create(
-        cls,
-        *,
-        began_seconds: float,
-        grace_seconds: float,
-        command: str,
-        crashed_seconds: float | None = None,
-    ) -> Launch:
-        """Begin a launch of this supervisor."""
-        return cls(
-            host=socket.gethostname(),
-            supervisor=this_process(),
-            notes_file=os.memfd_create("refocused-launch"),
-            began_seconds=began_seconds,
-            grace_seconds=grace_seconds,
-            command=command,
-            launched_seconds=time.monotonic() if crashed_seconds is not None else began_seconds,
-            crashed_seconds=crashed_seconds,
-        )
+    # When this launch began, on that clock; others may have crashed before.
+    launched_seconds: float = Field(default_factory=time.monotonic)
+    # The supervisor's machine (ranks elsewhere do without it), process, and file of the notes.
+    host: str = Field(default_factory=socket.gethostname)
+    supervisor: ProcessIdentity = Field(default_factory=this_process)
+    notes_file: int = Field(default_factory=lambda: os.memfd_create("refocused-launch"))
 
     @property
     def environment(self) -> dict[str, str]:
@@ -177,36 +159,6 @@ def launch_of(environment: Mapping[str, str]) -> Launch | None:
         return None
     launch = Launch.model_validate_json(environment[LAUNCH_VARIABLE])
     return launch if launch.host == socket.gethostname() else None
-
-
-class Presence:
-    """A rank's notes to its supervisor; without one they are not written."""
-
-    def __init__(self, launch: Launch | None, rank: int) -> None:
-        """Report that the rank runs.
-
-        Raises:
-            TrainingError: It cannot. The supervisor would end training like a start, unsaved.
-        """
-        self._file: int | None = None
-        self._note = RankNote(rank=rank, process=this_process())
-        if launch is not None and launch.supervisor.alive:
-            try:
-                self._file = launch.open_notes()
-            except OSError as error:
-                if launch.supervisor.alive:
-                    raise TrainingError(
-                        f"Rank {rank} cannot report to its supervisor, process "
-                        f"{launch.supervisor.pid} ({error}), so that a signal would lose work. Run "
-                        "both as one user, with one /proc."
-                    ) from error
-        self.report()
-
-    def report(self, **facts: object) -> None:
-        """Update the note."""
-        self._note = self._note.model_copy(update=facts)
-        if self._file is not None:
-            os.write(self._file, self._note.model_dump_json().encode() + b"\n")
 
 
 SUMMARY_SECONDS = 60.0  # it takes two, on a machine that has nothing else to do

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import os
 import select
@@ -15,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from refocused.metrics.meter import Meter
+from refocused.system.errors import TrainingError
 from refocused.system.launchers import (
     RANK_VARIABLES,
     SESSIONS,
@@ -30,7 +30,7 @@ from refocused.train.lifecycle.launch_session import (
     STOP_SIGNALS,
     Launch,
     Notices,
-    Presence,
+    RankNote,
     Signals,
     launch_of,
 )
@@ -52,20 +52,69 @@ LAUNCHERS_OWN = ("CROSS_SIZE", "TORCHELASTIC_RUN_ID")  # DeepSpeed's, torchrun's
 _STATE, _PARENT = 0, 1  # positions after the command's name in /proc/PID/stat
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
 class Session:
-    """A rank's state before it joins the others."""
+    """A rank's state before it joins the others.
 
-    signals: Signals
-    ancestors: Ancestors
-    presence: Presence
-    began_seconds: float  # when the launcher's command began, on this machine's monotonic clock
-    launch: Launch | None  # the supervisor's; None without one
-    meter: Meter  # of this rank's time
-    progress: Progress  # what the machine's watchdog sees of this rank
-    # Set once all ranks are there: from then on they stop together.
-    joined: threading.Event = dataclasses.field(default_factory=threading.Event)
-    notice: StartNotice = dataclasses.field(default_factory=StartNotice)  # of the start
+    Attributes:
+        began_seconds: When the launcher's command began, on this machine's monotonic clock.
+        launch: The supervisor's; None without one.
+        meter: Of this rank's time; the phases before this process began are over.
+        progress: What the machine's watchdog sees of this rank.
+        joined: Set once all ranks are there: from then on they stop together.
+        notice: Of the start, in the run's folder.
+    """
+
+    def __init__(self, signals: Signals, rank: int, run: Path | None = None) -> None:
+        """Report to the supervisor that the rank runs.
+
+        Without a supervisor rank 0 shows the start in the folder of the run; None: a dry run.
+
+        Raises:
+            TrainingError: It cannot report. The supervisor would end training like a start,
+                unsaved.
+        """
+        self.signals = signals
+        self.launch = launch = launch_of(os.environ)
+        self.ancestors = Ancestors(launch)
+        self.progress = Progress.shared()
+        self.joined = threading.Event()
+        self.notice = StartNotice(run if rank == 0 and launch is None else None)
+        self._note = RankNote(rank=rank, process=this_process())
+        self._notes_file: int | None = None
+        process_began = monotonic_start(self._note.process)
+        self.meter = Meter(began_seconds=process_began)
+        self.began_seconds = self.ancestors.began_seconds
+        if launch is not None:
+            self.began_seconds, crashed = launch.began_seconds, launch.crashed_seconds
+            self.meter = Meter(began_seconds=self.began_seconds if crashed is None else crashed)
+            if crashed is not None:
+                self.meter.end_phase("exit", at_seconds=launch.launched_seconds)
+            self.meter.end_phase("launch", at_seconds=process_began)
+            try:
+                self._notes_file = launch.open_notes() if launch.supervisor.alive else None
+            except OSError as error:
+                if launch.supervisor.alive:
+                    raise TrainingError(
+                        f"Rank {rank} cannot report to its supervisor, process "
+                        f"{launch.supervisor.pid} ({error}), so that a signal would lose work. Run "
+                        "both as one user, with one /proc."
+                    ) from error
+        self.report()
+
+    def report(self, **facts: object) -> None:
+        """Update this rank's note to its supervisor; without one it is not written."""
+        self._note = self._note.model_copy(update=facts)
+        if self._notes_file is not None:
+            os.write(self._notes_file, self._note.model_dump_json().encode() + b"\n")
+
+    def exit_as_ordered(self, code: int, text: str) -> None:
+        """Exit from any thread, the first that comes: the main one may wait in C."""
+        _exiting.acquire()
+        if text:
+            with contextlib.suppress(OSError):  # the terminal may be gone
+                os.write(2, f"{erasure(sys.stderr)}{text}\n".encode())
+        self.report(exit_code=code)
+        os._exit(code)
 
     @property
     def training_notices(self) -> Notices:
@@ -80,38 +129,16 @@ class Session:
 
 
 def begin_session(rank: int, run: Path | None = None) -> Session:
-    """Install the signal handlers and report to the supervisor that this rank runs.
-
-    Without a supervisor rank 0 shows the start in the folder of the run; None: a dry run.
-    """
+    """Begin a session, install the signal handlers and watch what launched this rank."""
     signals = Signals(speaks=rank == 0)
     signals.install()
-    launch = launch_of(os.environ)
-    ancestors, presence = Ancestors(launch), Presence(launch, rank)
+    session = Session(signals, rank, run)
     outlive_parent()  # from here on `ancestors` notice its end, and the run is saved
     # A pipe, because Python runs a handler only when the main thread returns from C, which does
     # not happen while it waits for another rank.
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    process_began = monotonic_start(this_process())
-    meter = Meter(began_seconds=process_began)
-    if launch is not None:  # the phases before this process began are over
-        crashed = launch.crashed_seconds
-        meter = Meter(began_seconds=launch.launched_seconds if crashed is None else crashed)
-        if crashed is not None:
-            meter.end_phase("exit", at_seconds=launch.launched_seconds)
-        meter.end_phase("launch", at_seconds=process_began)
-    session = Session(
-        signals=signals,
-        ancestors=ancestors,
-        presence=presence,
-        began_seconds=launch.began_seconds if launch is not None else ancestors.began_seconds,
-        launch=launch,
-        meter=meter,
-        progress=Progress.shared(),
-        notice=StartNotice(run if rank == 0 and launch is None else None),
-    )
     session.notice.show("waits for all ranks")
     threading.Thread(target=_attend, args=(reader, session), daemon=True).start()
     return session
@@ -133,7 +160,7 @@ def _attend(signals: int, session: Session) -> None:
     stopping = False
     while True:
         if (order := session.progress.beat(_flight_record)) is not None:
-            exit_as_ordered(*order, session.presence)
+            session.exit_as_ordered(*order)
         if select.select([signals], [], [], CHECK_SECONDS)[0]:
             stopping = stopping or any(n in STOP_SIGNALS for n in os.read(signals, 64))
         is_orphan = session.ancestors.gone
@@ -149,20 +176,10 @@ def _attend(signals: int, session: Session) -> None:
                 os.kill(pid, signal.SIGCONT)
         if stopping and not session.joined.is_set():
             reason = StopReason.PARENT_GONE if is_orphan else StopReason.SIGNAL
-            session.presence.report(reason=reason.name)
+            session.report(reason=reason.name)
             text = reason.before_training if os.environ.get("LOCAL_RANK", "0") == "0" else ""
             session.notice.withdraw()
-            exit_as_ordered(reason.exit_code, text, session.presence)
-
-
-def exit_as_ordered(code: int, text: str, presence: Presence) -> None:
-    """Exit from any thread, the first that comes: the main one may wait in C."""
-    _exiting.acquire()
-    if text:
-        with contextlib.suppress(OSError):  # the terminal may be gone
-            os.write(2, f"{erasure(sys.stderr)}{text}\n".encode())
-    presence.report(exit_code=code)
-    os._exit(code)
+            session.exit_as_ordered(reason.exit_code, text)
 
 
 def _flight_record() -> bytes:

@@ -110,7 +110,7 @@ from refocused.train.lifecycle.run_folder import (
     require_one_mirror,
     writing,
 )
-from refocused.train.lifecycle.session import Session, exit_as_ordered
+from refocused.train.lifecycle.session import Session
 from refocused.train.step.evaluation import TextSampler
 from refocused.train.step.garbage_collection import keep_freed_memory, quick_imports
 from refocused.train.step.guards import explaining_lack_of_memory, fetch_together
@@ -190,7 +190,7 @@ def run(loaded: LoadedRun, request: Request, world: World, session: Session) -> 
         world.on_all_ranks(open_folder)
     world = find_storage_ranks(folder, world)
     require_one_mirror(config.checkpoint.mirror, world)
-    session.presence.report(run=str(folder))
+    session.report(run=str(folder))
     if trains:
         world.on_storage_ranks(claim)
     spot = watch_for_notice(config.run.spot_notice) if world.is_local_rank_0 else None
@@ -371,7 +371,7 @@ def run(loaded: LoadedRun, request: Request, world: World, session: Session) -> 
         # From here on the run's files change, and a stop saves.
         take_over(trainer, selected, parent=request.parent)
         stop.reporter = reporter
-        session.presence.report(training=True)
+        session.report(training=True)
         session.signals.notices = session.training_notices
 
         def write_run_file() -> None:
@@ -404,7 +404,7 @@ def run(loaded: LoadedRun, request: Request, world: World, session: Session) -> 
             ended, stopped = train_and_go_back(trainer, state, tracked)
             world.progress.begin("ending")
             session.signals.notices = ENDING
-            session.presence.report(reason=stopped.name)
+            session.report(reason=stopped.name)
             final_model = prepare_final_model(
                 folder, config.checkpoint, world=world, credentials=request.credentials
             )
@@ -413,7 +413,7 @@ def run(loaded: LoadedRun, request: Request, world: World, session: Session) -> 
             )
         except BaseException as error:
             if order := session.progress.ordered():  # it explains the error
-                exit_as_ordered(*order, session.presence)
+                session.exit_as_ordered(*order)
             code = error.exit_code if isinstance(error, RefocusedError) else ExitCode.FAILED
             reporter.write_failure(state, error, code)
             raise
@@ -710,8 +710,7 @@ def build_texts(
             raise ConfigError(f"evaluation.tasks: {error}") from None
 
     tasks = world.on_rank_0(read_tasks) if evaluation.tasks else ()
-    prompt = evaluation.sample_prompt
-    if prompt is None:
+    if (prompt := evaluation.sample_prompt) is None:
         return files, tasks, None
     with tokenizer_errors(TOKENIZER_FILE):
         ids = tokenizer(prompt)["input_ids"]
@@ -720,18 +719,9 @@ def build_texts(
             f"evaluation.sample_prompt {prompt!r} has no token of data.tokenizer. Write a prompt "
             "of its words."
         )
-    return (
-        files,
-        tasks,
-        TextSampler(
-            tokenizer,
-            prompt,
-            evaluation.sample_tokens,
-            context_tokens,
-            config.run.seed,
-            evaluation.sample_temperature,
-        ),
-    )
+    tokens, temperature = evaluation.sample_tokens, evaluation.sample_temperature
+    sampler = TextSampler(tokenizer, prompt, tokens, context_tokens, config.run.seed, temperature)
+    return files, tasks, sampler
 
 
 def assemble_trainer(
