@@ -29,7 +29,6 @@ from refocused.estimate.memory_plan import (
     with_dtype,
 )
 from refocused.metrics.run_time import require_budget
-from refocused.monitor.sampler.machine_readings import memory_now
 from refocused.system.errors import (
     BucketError,
     ConfigError,
@@ -38,7 +37,7 @@ from refocused.system.errors import (
     as_typed,
     how_to_install,
 )
-from refocused.system.hardware import cpu_flags
+from refocused.system.hardware import cpu_flags, memory_now
 
 MIRROR = "checkpoint.mirror"
 TRACKERS = {f"tracking.{name}": name for name in ("wandb", "tensorboard")}  # their packages

@@ -50,7 +50,6 @@ from refocused.estimate.memory_plan import (
 from refocused.estimate.run_cost import estimate
 from refocused.estimate.step_time import GPUS_A_MACHINE, step_of_run
 from refocused.evaluate.tasks import find_tasks
-from refocused.monitor.sampler.machine_readings import memory_now
 from refocused.system.errors import (
     BucketError,
     ConfigError,
@@ -61,7 +60,7 @@ from refocused.system.errors import (
     counted,
     local_path,
 )
-from refocused.system.hardware import GpuSpec, cpu_flags, gpu_spec
+from refocused.system.hardware import GpuSpec, cpu_flags, gpu_spec, memory_now
 from refocused.system.number_text import duration, size_text
 from refocused.system.world import DeviceKind
 

@@ -22,8 +22,8 @@ from refocused.doctor.finding import Finding, Level
 from refocused.estimate.memory_plan import Device
 from refocused.monitor.readings import GpuSample
 from refocused.monitor.sampler.alarms import alarm_rules, gpu_readings
-from refocused.monitor.sampler.machine_readings import FreeMemory
 from refocused.system.errors import RefocusedError, counted
+from refocused.system.hardware import FreeMemory
 from refocused.system.number_text import size_text
 
 SHOWN = ("torch", "deepspeed", "transformers")

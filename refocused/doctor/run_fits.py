@@ -19,8 +19,8 @@ from refocused.estimate.memory_plan import (
     plan_host,
     settings_that_fit,
 )
-from refocused.monitor.sampler.machine_readings import FreeMemory
 from refocused.system.errors import ConfigError
+from refocused.system.hardware import FreeMemory
 from refocused.system.number_text import size_text
 
 EXPORTED_BYTES = 2  # a parameter of the final model, in bfloat16

@@ -1,12 +1,17 @@
-"""Data-sheet figures of known GPUs, and the processor's flags."""
+"""Data-sheet figures of known GPUs, the processor's flags, and the memory that is free."""
 
 import dataclasses
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from refocused.system.errors import ConfigError
 
 CPU_INFO = Path("/proc/cpuinfo")
+_PROC, _CONTROL_GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+# The files of a control group's limit and usage, in version 2 and 1.
+_VERSION_2 = ("memory.max", "memory.current")
+_VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes")
 BF16_FLAGS = {"amx_bf16": "AMX", "avx512_bf16": "AVX512-BF16"}  # by the processor's flag
 
 
@@ -85,6 +90,65 @@ def cpu_flags() -> frozenset[str]:
         return frozenset()
     flags = re.search(r"^flags\s*:(.*)$", text, re.MULTILINE)
     return frozenset(flags[1].split()) if flags else frozenset()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FreeMemory:
+    """Memory in bytes."""
+
+    total: int  # of the machine, or the container's limit if that is less
+    available: int  # to processes, page cache included
+    swap_used: int  # of the machine
+
+
+def memory_now(proc: Path = _PROC, groups: Path = _CONTROL_GROUPS) -> FreeMemory:
+    """Read the memory of the machine, or of the tightest control group around this process."""
+    import psutil  # commands read this file without it
+
+    machine, swap = psutil.virtual_memory(), psutil.swap_memory()
+    memory = FreeMemory(machine.total, machine.available, swap.used)
+    for folder, (limit, used) in _groups_around_us(proc, groups):
+        try:
+            most = (folder / limit).read_text().strip()
+            if not most.isdecimal():  # `max` in version 2
+                continue
+            # Page cache counts against the limit, but is freed when memory is needed. Version 1
+            # has that of the whole group as `total_...`.
+            pairs = (line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            kinds = {name.removeprefix("total_"): int(value) for name, value in pairs}
+            cached = kinds.get("active_file", 0) + kinds.get("inactive_file", 0)
+            taken = int((folder / used).read_text()) - cached
+        except OSError:
+            continue
+        memory = dataclasses.replace(
+            memory,
+            total=min(memory.total, int(most)),
+            available=min(memory.available, max(0, int(most) - taken)),
+        )
+    return memory
+
+
+def _groups_around_us(proc: Path, groups: Path) -> Iterator[tuple[Path, tuple[str, str]]]:
+    """Yield the folder and files of each control group of this process, the outermost last.
+
+    In a container the path may be the host's, with only the outermost folder visible.
+    """
+    try:
+        lines = (proc / "self" / "cgroup").read_text().splitlines()
+    except OSError:
+        lines = []
+    mounts = {"memory": (groups / "memory", _VERSION_1), "": (groups, _VERSION_2)}
+    paths = {"memory": "/", "": "/"}
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        paths |= {name: path for name in controllers.split(",") if name in mounts}
+    for name, path in paths.items():
+        mount, files = mounts[name]
+        folder = mount / path.lstrip("/")
+        for group in (folder, *folder.parents):
+            yield group, files
+            if group == mount:
+                break
 
 
 def _key(name: str) -> str:

@@ -26,7 +26,7 @@ from refocused.config.data import DataConfig
 from refocused.data.manifest.shard_manifest import build_manifest, write_manifest
 from refocused.doctor import early, examination, machine, run_fits
 from refocused.metrics.jsonl import JsonLines
-from refocused.monitor.sampler.machine_readings import FreeMemory
+from refocused.system.hardware import FreeMemory
 from refocused.system.processes import this_process
 
 

@@ -166,10 +166,8 @@ def test_every_end_has_its_code_and_its_words(
     monkeypatch.setattr(refocused.train.lifecycle.trainer, "run", run)
     write_tokens(Path("tokens"), shards=1, tokens=100, vocabulary=512)
     namespace = train.read_arguments(["--config", "tiny.yaml"])
-    assert (
-        train.train_as_rank(train.load(namespace), namespace, 0, Session(Signals(speaks=False), 0))
-        == code
-    )
+    session = Session(Signals(speaks=False), 0)
+    assert train.train_as_rank(train.load(namespace), namespace, 0, session) == code
     said = capsys.readouterr().err
     assert said.startswith(told) if told else said == ""
 
@@ -198,12 +196,8 @@ def test_an_unexpected_error_is_shown_with_its_frames(
     monkeypatch.setattr(failing, lambda *_, **__: deep(9))
     write_tokens(Path("tokens"), shards=1, tokens=100, vocabulary=512)
     namespace = train.read_arguments(["--config", "tiny.yaml"])
-    assert (
-        train.train_as_rank(
-            train.load(namespace), namespace, rank, Session(Signals(speaks=False), rank)
-        )
-        == 1
-    )
+    session = Session(Signals(speaks=False), rank)
+    assert train.train_as_rank(train.load(namespace), namespace, rank, session) == 1
     lines = capsys.readouterr().err.splitlines()
     whose = f"rank {rank}: " if rank else ""
     assert lines[0] == f"error: {whose}Unexpected AssertionError"

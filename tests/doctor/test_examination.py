@@ -28,9 +28,8 @@ from refocused.doctor.run_fits import host_shortage
 from refocused.doctor.storage import NAMED_PROBLEMS, judge_data
 from refocused.estimate.memory import checkpoint_bytes
 from refocused.estimate.memory_plan import NativeDtype, choose, plan_host
-from refocused.monitor.sampler.machine_readings import FreeMemory
 from refocused.prepare.inspect_data import inspect_data
-from refocused.system.hardware import named_gpu
+from refocused.system.hardware import FreeMemory, named_gpu
 
 NO_BF16 = NativeDtype("fp32", "the processor has no bf16 instructions")
 OFFLOADED = (

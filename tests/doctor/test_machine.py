@@ -24,7 +24,7 @@ from refocused.doctor.machine import (
     smallest_memory_bytes,
 )
 from refocused.monitor.readings import GpuSample
-from refocused.monitor.sampler.machine_readings import FreeMemory
+from refocused.system.hardware import FreeMemory
 
 PACKAGES = Packages(
     installed={"torch": "2.13.0+cu130", "deepspeed": "0.19.8", "transformers": "5.23.0"},

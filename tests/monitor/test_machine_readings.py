@@ -4,7 +4,8 @@ import types
 import psutil
 import pytest
 
-from refocused.monitor.sampler.machine_readings import FreeMemory, SystemReader, memory_now
+from refocused.monitor.sampler.machine_readings import SystemReader
+from refocused.system.hardware import FreeMemory, memory_now
 
 MB = 10**6
 

@@ -65,7 +65,6 @@ from refocused.models.causal_lm import CausalLM, counted_parameters
 from refocused.models.families import build_model, register_families, shared_weights
 from refocused.models.kernels import choose_kernels
 from refocused.models.sequence_parallel import join_sequence_group
-from refocused.monitor.sampler.machine_readings import memory_now
 from refocused.monitor.sampler.start_sampler import start_sampling
 from refocused.system import logs
 from refocused.system.errors import (
@@ -77,7 +76,7 @@ from refocused.system.errors import (
     short_reason,
     tokenizer_errors,
 )
-from refocused.system.hardware import cpu_flags, gpu_spec
+from refocused.system.hardware import cpu_flags, gpu_spec, memory_now
 from refocused.system.logs import ProgressBar, erasure
 from refocused.system.number_text import duration
 from refocused.system.processes import identify, this_process
