@@ -159,7 +159,7 @@ def test_the_best_step_has_a_checkpoint_with_reason_best(tmp_path: Path) -> None
 def test_saves_and_validations_do_not_include_step_time() -> None:
     clock = Clock()
 
-    class SlowVerdict(UpdateOutcome):
+    class SlowOutcome(UpdateOutcome):
         def was_finite(self) -> bool:
             clock.now += 5.0  # the device computes the step
             return super().was_finite()
@@ -167,7 +167,7 @@ def test_saves_and_validations_do_not_include_step_time() -> None:
     class SlowEngine(FakeEngine):
         def update(self, learning_rate: float, judge: Judge) -> UpdateOutcome:
             super().update(learning_rate, judge)
-            return SlowVerdict(True)
+            return SlowOutcome(True)
 
         def validation_loss(self, input_ids: Tensor, labels: Tensor) -> Tensor:
             clock.now += 2.0

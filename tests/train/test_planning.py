@@ -1,6 +1,8 @@
 """Decisions before training: vocabulary, precision, memory; and their log lines."""
 
 import dataclasses
+import functools
+import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,16 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from micro_ranks import micro_batches
+from live_memory import LiveMemory
 from ranks import on_ranks
 from thread_ranks import on_two_ranks, results
 
 from refocused.bucket.folder import DirectoryBucket
 from refocused.config.batch_plan import BatchPlan
 from refocused.config.data import DataConfig
-from refocused.config.load_run import LoadedRun, load_run
+from refocused.config.load_run import LoadedRun, find_config, load_run
 from refocused.data.loader.open_data import build_data
-from refocused.estimate.memory_plan import refuse_cpu
+from refocused.estimate.memory_plan import largest_micro, refuse_cpu
 from refocused.system.errors import ConfigError, TrainingError
 from refocused.system.world import World
 from refocused.train.lifecycle import trainer
@@ -30,9 +32,13 @@ MILAN, GENOA = frozenset({"avx2"}), frozenset({"avx2", "avx512_bf16"})
 ALONE, ONE_GPU = World(), World(device_kind="cuda")
 
 
+def folder_at(name: str) -> DirectoryBucket:
+    return DirectoryBucket(Path(name))
+
+
 def settled(run: str, *settings: str, world: World = ALONE) -> tuple[LoadedRun, Plan]:
     loaded = load_run(run, list(settings))
-    return trainer.settle(loaded, world, open_source=lambda name: DirectoryBucket(Path(name)))
+    return trainer.settle(loaded, world, open_source=folder_at)
 
 
 def test_the_plan_uses_the_tokenizers_vocabulary() -> None:
@@ -185,6 +191,90 @@ def test_a_clock_that_a_bucket_would_refuse_is_named(
         return
     with pytest.raises(ConfigError, match=f"The clock of .* is {text}.* of host0"):
         trainer._agree_on_configuration(loaded, BesideRank0())
+
+
+SMALL = {
+    "vocab_size": 3136,
+    "hidden_size": 128,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "intermediate_size": 352,
+    "max_position_embeddings": 512,
+}
+WINDOWS = 64  # of a rank in a step
+MICROS = (32, 16, 8, 4, 2, 1)
+# A sequence is shorter than the model is wide, and its pass peaks when all gradients exist; or
+# blocks are recomputed.
+CASES = [(32, False), (128, True)]
+
+
+class Device:
+    """Stands for the memory of `torch.cuda`: counts the tensors that live."""
+
+    def __init__(self, memory: LiveMemory) -> None:
+        self._memory = memory
+
+    def memory_allocated(self, device: Any) -> int:
+        return self._memory.bytes
+
+    def max_memory_allocated(self, device: Any) -> int:
+        return self._memory.peak
+
+    def reset_peak_memory_stats(self, device: Any) -> None:
+        self._memory.peak = self._memory.bytes
+
+
+def micro_batches(world: World) -> list[dict[str, Any]]:
+    """Return for each case the peaks of steps, what is chosen for each, and what is not freed."""
+    preset = Path.cwd() / f"llama_{world.rank}.json"
+    llama = json.loads(find_config("models", "llama_1b").read_text())
+    preset.write_text(json.dumps(llama | SMALL))
+    with LiveMemory() as memory:
+        for name in ("memory_allocated", "max_memory_allocated", "reset_peak_memory_stats"):
+            setattr(torch.cuda, name, getattr(Device(memory), name))
+        return [_choices(world, preset, *case) | {"left": memory.bytes} for case in CASES]
+
+
+def _choices(world: World, preset: Path, length: int, recomputes: bool) -> dict[str, Any]:
+    settings = [
+        *(f"model.preset={preset}", f"model.sequence_length={length}", "model.vocabulary=3136"),
+        *(f"model.activation_checkpointing={str(recomputes).lower()}", "data.tokenizer=unknown"),
+        *("model.head_chunk_tokens=64", "precision.dtype=fp32", "zero.stage=2"),
+        *("batch.micro_batch_size=auto", f"batch.global_batch_size={WINDOWS * world.world_size}"),
+        "evaluation.sample_prompt=null",
+    ]
+    loaded = load_run("demo", settings)
+    run, planned = trainer.settle(
+        loaded, world, open_source=lambda name: DirectoryBucket(Path(name))
+    )
+
+    @functools.cache
+    def step(micro_batch_size: int) -> tuple[int, int, int]:
+        batch = dataclasses.replace(
+            planned.batch,
+            micro_batch_size=micro_batch_size,
+            gradient_accumulation_steps=WINDOWS // micro_batch_size,
+        )
+        choice = dataclasses.replace(planned.choice, micro_batch_size=micro_batch_size)
+        return trainer.memory_of_a_step(
+            run, dataclasses.replace(planned, choice=choice, batch=batch), world
+        )
+
+    def chosen(limit: float, formula: int) -> int:
+        choice = dataclasses.replace(planned.choice, micro_batch_size=formula)
+        return largest_micro(loaded, choice, ranks=world.world_size, limit=limit, measure=step)
+
+    peaks = {micro_batch_size: step(micro_batch_size)[2] for micro_batch_size in MICROS}
+    # The formula is right, or says that everything fits.
+    return {
+        "peaks": peaks,
+        "chosen": [
+            (peak, chosen(peak, formula))
+            for micro_batch_size, peak in peaks.items()
+            for formula in (micro_batch_size, MICROS[0])
+        ],
+    }
 
 
 @pytest.mark.slow

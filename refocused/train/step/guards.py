@@ -63,17 +63,17 @@ class StepTaken:
 
     step: int  # its number, from 1
     losses: Tensor  # this rank's mean loss of each micro-batch `[accumulation]`, on the device
-    verdict: UpdateOutcome  # how the update ended
+    outcome: UpdateOutcome  # how the update ended
     micro_batches: Sequence[Batch]  # the batches of these losses
     before: Position  # in the stream, of the step's first sequence
     after: Position  # behind its last one
 
 
 class FiniteSteps:
-    """Checks each step's verdict while the device computes the next step.
+    """Checks each step's outcome while the device computes the next step.
 
     Reading it at once would leave the GPU idle until the host has queued more work. `settle` waits
-    for the verdict before a step is reported or saved.
+    for the outcome before a step is reported or saved.
     """
 
     def __init__(self, world: World, spikes: SpikeWatch | None = None, *, overflows: bool) -> None:
@@ -89,13 +89,13 @@ class FiniteSteps:
         self._unknown = taken
 
     def settle(self) -> None:
-        """Wait for the last verdict; raise on every rank if it was not finite, or as `spikes`."""
+        """Wait for the last outcome; raise on every rank if it was not finite, or as `spikes`."""
         taken, self._unknown = self._unknown, None
-        if taken is None or taken.verdict.was_finite():
+        if taken is None or taken.outcome.was_finite():
             if taken is not None and self._spikes is not None:
                 self._spikes.settle(taken)
             return
-        taken.verdict.explain(taken.step - 1)
+        taken.outcome.explain(taken.step - 1)
         finite = torch.isfinite(taken.losses).tolist()
         losses_are_finite = not any(self._world.largest([not all(finite)]))
         if losses_are_finite and self._overflows:

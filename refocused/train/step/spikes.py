@@ -103,7 +103,7 @@ class SpikeWatch:
             SpikeError: The run should go back.
             TrainingError: Too many updates in a row were skipped.
         """
-        figures = taken.verdict.figures()
+        figures = taken.outcome.figures()
         if figures is None:
             return
         spiked = bool(figures.loss_spiked or figures.norm_spiked)
