@@ -1,13 +1,11 @@
 import dataclasses
 import json
 import math
-from pathlib import Path
-from typing import Any
 
 import pytest
 from checkpoints.fake_owner import FACTS, FakeOwner
 
-from refocused.checkpoints.step.checkpoint_directory import Checkpoint, read_checkpoint
+from refocused.checkpoints.step.checkpoint_directory import read_checkpoint
 from refocused.checkpoints.step.checkpointer import Checkpointer
 from refocused.data.order.sequences import Position
 from refocused.metrics import history as history_module
@@ -26,28 +24,23 @@ from refocused.system.number_text import duration
 from refocused.system.world import World
 from refocused.train.step.state import TrainState
 
-Record = dict[str, Any]
 
-
-def steps(*pairs: tuple[int, float | None]) -> list[Record]:
+def steps(*pairs):
     return [{"kind": "step", "step": step, "loss": loss} for step, loss in pairs]
 
 
-def validation(step: int, loss: float | None) -> Record:
+def validation(step, loss):
     return {"kind": "validation", "step": step, "validation_loss": loss}
 
 
-Losses = list[tuple[int, float | None]]
-
-
-def read(records: list[Record]) -> MetricsTimeline:
+def read(records):
     timeline = MetricsTimeline()
     for record in records:
         timeline.add(record)
     return timeline
 
 
-def losses(timeline: MetricsTimeline) -> tuple[Losses, Losses]:
+def losses(timeline):
     """The losses of steps, and of validations."""
     both = timeline.steps, timeline.validations
     training, validations = ([(one.step, one.loss) for one in points] for points in both)
@@ -71,13 +64,11 @@ def losses(timeline: MetricsTimeline) -> tuple[Losses, Losses]:
         ),
     ],
 )
-def test_the_losses_are_those_of_the_present_branch(
-    records: list[Record], expected: tuple[Losses, Losses]
-) -> None:
+def test_the_losses_are_those_of_the_present_branch(records, expected):
     assert losses(read(records)) == expected
 
 
-def test_the_best_is_the_lowest_finite_validation() -> None:
+def test_the_best_is_the_lowest_finite_validation():
     records = [validation(step, loss) for step, loss in ((1, 2.5), (2, None), (3, 2.1), (4, 2.3))]
     assert lowest(read(records).validations) == Validation(3, 2.1)
     other = [
@@ -88,7 +79,7 @@ def test_the_best_is_the_lowest_finite_validation() -> None:
     assert lowest(read(records[1:2]).validations) is None
 
 
-def test_a_torn_line_and_other_records_are_left_out(tmp_path: Path) -> None:
+def test_a_torn_line_and_other_records_are_left_out(tmp_path):
     file = tmp_path / "metrics.jsonl"
     with pytest.raises(FileNotFoundError):
         read_history(file)
@@ -105,14 +96,14 @@ LINES = b"".join(b'{"kind": "step", "step": %d, "loss": 2.5}\n' % step for step 
 
 
 @pytest.fixture
-def metrics(tmp_path: Path) -> Path:
+def metrics(tmp_path):
     path = tmp_path / "run" / "logs" / "training_metrics.jsonl"
     path.parent.mkdir(parents=True)
     path.write_bytes(LINES)
     return path
 
 
-def checkpointer(metrics: Path, *, run: str = FACTS.run) -> Checkpointer:
+def checkpointer(metrics, *, run=FACTS.run):
     facts = dataclasses.replace(FACTS, run=run)
     return Checkpointer(
         metrics.parents[1] / "steps", world=World(), metadata=facts, history=metrics
@@ -120,20 +111,18 @@ def checkpointer(metrics: Path, *, run: str = FACTS.run) -> Checkpointer:
 
 
 @pytest.fixture
-def step(metrics: Path) -> Checkpoint:
+def step(metrics):
     state = TrainState(step=10, tokens=1, position=Position(0, 1), loss=2.5)
     saved = checkpointer(metrics).save(FakeOwner(), state.as_record(), files_done=0)
     assert saved is not None
     return read_checkpoint(saved.path)
 
 
-def resumed(step: Checkpoint, elsewhere: Path, *, run: str = FACTS.run) -> None:
+def resumed(step, elsewhere, *, run=FACTS.run):
     checkpointer(elsewhere, run=run).restore_history(step)
 
 
-def test_a_resume_brings_the_history_where_there_is_none(
-    step: Checkpoint, metrics: Path, tmp_path: Path
-) -> None:
+def test_a_resume_brings_the_history_where_there_is_none(step, metrics, tmp_path):
     assert (step.path / HISTORY).read_bytes() == LINES
     assert HISTORY in step.manifest.files
     elsewhere = tmp_path / "other" / "logs" / "training_metrics.jsonl"
@@ -151,17 +140,13 @@ def test_a_resume_brings_the_history_where_there_is_none(
     assert metrics.read_bytes() == LINES + b"later\n"  # what is there stays as it is
 
 
-def test_a_disk_that_refuses_it_costs_the_history_alone(
-    step: Checkpoint, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_disk_that_refuses_it_costs_the_history_alone(step, tmp_path, caplog):
     (tmp_path / "file").touch()
     resumed(step, tmp_path / "file" / "logs" / "training_metrics.jsonl")
     assert "The losses before step 10 are not in" in caplog.text
 
 
-def test_only_whole_lines_of_the_end_are_kept(
-    metrics: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_whole_lines_of_the_end_are_kept(metrics, monkeypatch):
     last = LINES.splitlines(keepends=True)
     with metrics.open("ab") as file:
         file.write(b'{"kind": "st')  # torn by a crash
@@ -227,7 +212,7 @@ MONEY = ("cost_usd", "seconds_left", "cost_left_usd")
         ),
     ],
 )
-def test_the_line_of_a_step(changes: dict[str, Any], line: str) -> None:
+def test_the_line_of_a_step(changes, line):
     metrics = dataclasses.replace(FULL, **changes)
     assert metrics.as_line() == f"step   1,200/100,000 1.2% | {line}"
     assert StepMetrics(**metrics.as_record()) == metrics  # type: ignore[arg-type]
@@ -245,11 +230,11 @@ def test_the_line_of_a_step(changes: dict[str, Any], line: str) -> None:
         (6000.0, "1.7 h"),
     ],
 )
-def test_a_time_span_is_written_as_it_is_said(seconds: float, text: str) -> None:
+def test_a_time_span_is_written_as_it_is_said(seconds, text):
     assert duration(seconds) == text
 
 
-def test_perplexity() -> None:
+def test_perplexity():
     assert (perplexity(0.0), perplexity(1e6)) == (1.0, math.inf)
     assert perplexity(2.5) == pytest.approx(12.182494)
     assert math.isnan(perplexity(math.nan))

@@ -4,7 +4,6 @@ import json
 import math
 import os
 import resource
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,22 +20,22 @@ from refocused.metrics.jsonl import (
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
+def path(tmp_path):
     return tmp_path / "logs" / "events.jsonl"
 
 
-def write(path: Path, *records: dict[str, object]) -> None:
+def write(path, *records):
     file = JsonLines(path)
     for record in records:
         file.write(record)
     file.close()
 
 
-def lines(path: Path) -> list[dict[str, object]]:
+def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_records_are_appended_one_a_line_with_their_time(path: Path) -> None:
+def test_records_are_appended_one_a_line_with_their_time(path):
     write(path, {"kind": "start", "text": "two\nlines"}, {"kind": "end", "path": path})
     write(path, {"kind": "again"})
     first, second, third = lines(path)
@@ -47,7 +46,7 @@ def test_records_are_appended_one_a_line_with_their_time(path: Path) -> None:
     assert time.endswith("Z") and len(time) == len("2026-01-31T12:00:00.000Z")
 
 
-def test_a_line_that_a_crash_tore_is_ended_and_spoils_no_other(path: Path) -> None:
+def test_a_line_that_a_crash_tore_is_ended_and_spoils_no_other(path):
     path.parent.mkdir()
     path.write_text('{"number": 1}\n{"numb')
     write(path, {"number": 3})
@@ -56,7 +55,7 @@ def test_a_line_that_a_crash_tore_is_ended_and_spoils_no_other(path: Path) -> No
     assert json.loads(third)["number"] == 3
 
 
-def test_two_writers_do_not_mix_their_lines(path: Path) -> None:
+def test_two_writers_do_not_mix_their_lines(path):
     one, two = JsonLines(path), JsonLines(path)
     for count in range(50):
         one.write({"writer": 1, "count": count, "text": "x" * 5000})
@@ -68,7 +67,7 @@ def test_two_writers_do_not_mix_their_lines(path: Path) -> None:
 
 
 @pytest.mark.parametrize("unknown", [math.nan, math.inf, -math.inf])
-def test_numbers_that_json_does_not_know_are_null(path: Path, unknown: float) -> None:
+def test_numbers_that_json_does_not_know_are_null(path, unknown):
     record: dict[str, object] = {"loss": unknown, "inner": {"loss": unknown}, "step": 3}
     write(path, record)
     write_state(path.parent / "state.json", record)
@@ -77,9 +76,7 @@ def test_numbers_that_json_does_not_know_are_null(path: Path, unknown: float) ->
         assert found["step"] == 3
 
 
-def test_a_full_disk_loses_lines_with_one_warning_and_no_later_line(
-    path: Path, heard: None, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_full_disk_loses_lines_with_one_warning_and_no_later_line(path, heard, caplog):
     file = JsonLines(path)
     file.write({"number": 1})
     room = path.stat().st_size + 10
@@ -97,16 +94,14 @@ def test_a_full_disk_loses_lines_with_one_warning_and_no_later_line(
     assert (json.loads(first)["number"], len(torn), json.loads(last)["number"]) == (1, 10, 4)
 
 
-def failing(code: int) -> Callable[[Path, Path], None]:
-    def fail(self: Path, target: Path) -> None:
+def failing(code):
+    def fail(self, target):
         raise OSError(code, os.strerror(code))
 
     return fail
 
 
-def test_a_run_that_fails_on_a_full_disk_does_not_look_killed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_fails_on_a_full_disk_does_not_look_killed(tmp_path, monkeypatch):
     path = tmp_path / "state.json"
     write_state(path, {"status": "training", "step": 12, "tokens_per_second": 1234.5})
     size = path.stat().st_size
@@ -118,9 +113,7 @@ def test_a_run_that_fails_on_a_full_disk_does_not_look_killed(
     assert "text" not in json.loads(path.read_text())  # there is no room for it
 
 
-def test_a_write_that_fails_leaves_the_old_state_and_warns(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, heard: None, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_write_that_fails_leaves_the_old_state_and_warns(tmp_path, monkeypatch, heard, caplog):
     path = tmp_path / "state.json"
     write_state(path, {"step": 1})
     monkeypatch.setattr(Path, "replace", failing(errno.EIO))
@@ -130,7 +123,7 @@ def test_a_write_that_fails_leaves_the_old_state_and_warns(
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_tail_reads_each_line_once_and_when_it_is_whole(tmp_path: Path) -> None:
+def test_a_tail_reads_each_line_once_and_when_it_is_whole(tmp_path):
     file = tmp_path / "lines.jsonl"
     tail = JsonLinesTail(file)
     assert tail.records() == []
@@ -149,7 +142,7 @@ def test_a_tail_reads_each_line_once_and_when_it_is_whole(tmp_path: Path) -> Non
     assert tail.records() == [{"a": 5}, {"a": 6}]
 
 
-def test_fields_of_another_kind_are_unknown() -> None:
+def test_fields_of_another_kind_are_unknown():
     record = {"x": 2.5, "nan": math.nan, "flag": True, "text": "3", "n": 4}
     names = ("x", "nan", "flag", "text", "none", "n")
     assert [number(record, name) for name in names] == [2.5, None, None, None, None, 4]
@@ -165,9 +158,7 @@ def test_fields_of_another_kind_are_unknown() -> None:
         (b"[1]", "it is torn, or no JSON object"),
     ],
 )
-def test_why_a_small_file_cannot_be_read(
-    tmp_path: Path, content: bytes, trouble: str | None
-) -> None:
+def test_why_a_small_file_cannot_be_read(tmp_path, content, trouble):
     file = tmp_path / "state.json"
     assert read_small(file).trouble is None  # it does not exist, which is no trouble
     file.write_bytes(content)

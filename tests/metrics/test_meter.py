@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,12 +10,12 @@ from refocused.metrics.meter import PENDING_STEPS, RECENT, Activity, Meter, fore
 from refocused.metrics.run_time import PERFORMANCE_FILE, RunTime, RunTimeReader, TimeSpent
 
 
-def line(kind: str, step: int, at: str, *, first: int = 0, **uses: float) -> dict[str, Any]:
+def line(kind, step, at, *, first=0, **uses):
     seconds = {f"{name}_seconds": value for name, value in uses.items()}
     return {"kind": kind, "step": step, "first_step": first, "time": f"{at}.000Z", **seconds}
 
 
-def added(records: list[dict[str, Any]]) -> RunTime:
+def added(records):
     reader = RunTimeReader()
     for record in records:
         reader.add(record)
@@ -41,7 +39,7 @@ SECOND = [
 ]
 
 
-def test_a_session_and_a_resume_with_a_rewind_by_hand() -> None:
+def test_a_session_and_a_resume_with_a_rewind_by_hand():
     found = added(FIRST)
     assert found.elapsed_seconds == 320.0  # 08:00:00 to 08:05:20
     assert (found.productive_seconds, found.goodput_fraction) == (230.0, 230.0 / 320.0)
@@ -64,7 +62,7 @@ def test_a_session_and_a_resume_with_a_rewind_by_hand() -> None:
     assert "down 38.0%" in text and "other" not in text and "hang" not in text
 
 
-def test_a_hang_lasts_from_the_last_line_to_the_stop_of_the_watchdog(tmp_path: Path) -> None:
+def test_a_hang_lasts_from_the_last_line_to_the_stop_of_the_watchdog(tmp_path):
     # As the watchdog writes it.
     alarm = {"kind": "alarm", "alarm": "hang", "raised": True}
     stopped, late, early = (
@@ -97,12 +95,12 @@ def test_a_hang_lasts_from_the_last_line_to_the_stop_of_the_watchdog(tmp_path: P
         ([line("session", 200, "2026-11-22T07:00:00")], 36.0, 300.0),
     ],
 )
-def test_later_sessions(later: list[dict[str, Any]], redone: float, away: float) -> None:
+def test_later_sessions(later, redone, away):
     found = added([*FIRST, *SECOND, *later])
     assert (found.redone_seconds, found.away_seconds) == (pytest.approx(redone), away)
 
 
-def test_the_time_after_a_finished_run_is_not_away() -> None:
+def test_the_time_after_a_finished_run_is_not_away():
     ended = [*FIRST, *SECOND[:-1], {**SECOND[-1], "finished": True}]
     again = [*ended, line("session", 200, "2026-11-22T20:00:00", start_up=9.0)]
     found = added(again)
@@ -112,7 +110,7 @@ def test_the_time_after_a_finished_run_is_not_away() -> None:
     assert added([*again, longer, killed]).away_seconds == 3840.0
 
 
-def test_a_file_with_torn_and_foreign_lines_is_read(tmp_path: Path) -> None:
+def test_a_file_with_torn_and_foreign_lines_is_read(tmp_path):
     file = tmp_path / PERFORMANCE_FILE
     assert RunTimeReader(tmp_path).read() == RunTime()
     file.parent.mkdir()
@@ -129,17 +127,17 @@ AHEAD: dict[Activity, int] = {"step": 10, "validation": 3, "save": 2, "ending": 
 class Watch:
     """A clock that a test moves, with a meter on it whose session began 10 s before."""
 
-    def __init__(self, expected: dict[Activity, float] | None = None) -> None:
+    def __init__(self, expected=None):
         self.now = 50.0
         self.meter = Meter(lambda: self.now, began_seconds=40.0)
         self.meter.forecast = expected or {}
         self.spend(0.0, "start_up")
 
-    def spend(self, seconds: float, activity: Activity = "step") -> float:
+    def spend(self, seconds, activity="step"):
         self.now += seconds
         return self.meter.lap(activity)
 
-    def take_step(self, passes: float, update: float) -> None:
+    def take_step(self, passes, update):
         self.meter.begin_step()
         self.now += passes
         self.meter.begin("update")
@@ -148,7 +146,7 @@ class Watch:
         self.meter.lap("step")
 
 
-def test_a_continued_lap_belongs_to_the_one_before() -> None:
+def test_a_continued_lap_belongs_to_the_one_before():
     watch = Watch()
     for _ in range(12):
         assert watch.spend(1.0) == 1.0
@@ -184,14 +182,14 @@ STEP_AND_REST: Laps = [(2.0, "step"), (100.0, "validation"), (200.0, "save")]
         ),
     ],
 )
-def test_the_time_left(laps: Laps, ahead: dict[Activity, int], left: float | None) -> None:
+def test_the_time_left(laps, ahead, left):
     watch = Watch()
     for seconds, activity in laps:
         watch.spend(seconds, activity)
     assert watch.meter.seconds_left(ahead) == left
 
 
-def test_what_has_not_been_measured_is_forecast_including_the_ending() -> None:
+def test_what_has_not_been_measured_is_forecast_including_the_ending():
     plan = BatchPlan(
         micro_batch_size=4, gradient_accumulation_steps=2, world_size=2, sequence_length=8
     )  # 16 sequences
@@ -209,7 +207,7 @@ def test_what_has_not_been_measured_is_forecast_including_the_ending() -> None:
     assert watch.meter.seconds_left(ahead) == 20.0 + 3 * 8.0 + 1.0 + 10.0 + 40.0
 
 
-def test_every_second_gets_one_use() -> None:
+def test_every_second_gets_one_use():
     watch = Watch()
     watch.spend(5.0, "start_up")
     watch.now += 2.0  # for a batch
@@ -245,26 +243,24 @@ def test_every_second_gets_one_use() -> None:
     assert watch.meter.time_without_use() == TimeSpent(other_seconds=1800.0)
 
 
-def test_marks_on_a_gpu_wait_only_for_the_later_one_and_give_seconds(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_marks_on_a_gpu_wait_only_for_the_later_one_and_give_seconds(monkeypatch):
     asked: list[str] = []
 
     class Event:
         made = 0
 
-        def __init__(self, *, enable_timing: bool) -> None:
+        def __init__(self, *, enable_timing):
             assert enable_timing
             Event.made += 1
             self.number = Event.made
 
-        def record(self) -> None:
+        def record(self):
             asked.append(f"record {self.number}")
 
-        def synchronize(self) -> None:
+        def synchronize(self):
             asked.append(f"wait {self.number}")
 
-        def elapsed_time(self, later: Event) -> float:
+        def elapsed_time(self, later):
             return 1500.0 * (later.number - self.number)
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
@@ -278,7 +274,7 @@ def test_marks_on_a_gpu_wait_only_for_the_later_one_and_give_seconds(
     assert asked[-2:] == ["wait 2", "wait 3"]
 
 
-def test_phases_add_up_and_may_have_parts() -> None:
+def test_phases_add_up_and_may_have_parts():
     start = Meter(began_seconds=100.0)
     start.end_phase("exit", at_seconds=101.5)
     start.end_phase("launch", at_seconds=104.0)
@@ -299,7 +295,7 @@ def test_phases_add_up_and_may_have_parts() -> None:
     )
 
 
-def test_without_a_crash_the_start_is_counted_from_the_command() -> None:
+def test_without_a_crash_the_start_is_counted_from_the_command():
     start = Meter(began_seconds=0.0)
     start.end_phase("imports", at_seconds=3.0)
     assert start.start_up.as_line(1) == "  start-up 3.0 s from the start to step 1: imports 3.0 s"

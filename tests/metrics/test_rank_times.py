@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from refocused.metrics.meter import MARKED_EVERY, Meter
-from refocused.metrics.rank_times import WINDOW, RankTimes, SlowestRank, find_slowest
+from refocused.metrics.rank_times import WINDOW, RankTimes, find_slowest
 
 RECORDED = Path(__file__).parent / "recorded_step_times.json"
 LOG_INTERVAL = 10
@@ -23,15 +23,15 @@ Jitter = Callable[[np.random.Generator, int, int], np.ndarray]
 class Watch:
     """A clock that a test moves, and the phases of a rank's steps on it."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.now = 0.0
         self.meter = Meter(lambda: self.now)
         self.gather = self.meter.as_wait(self.spend)
 
-    def spend(self, seconds: float) -> None:
+    def spend(self, seconds):
         self.now += seconds
 
-    def step(self) -> None:
+    def step(self):
         self.meter.begin_step()
         for _ in range(2):
             self.meter.begin("forward")
@@ -47,7 +47,7 @@ class Watch:
         self.spend(50.0)
 
 
-def test_the_time_in_which_a_rank_waits_is_not_its_work() -> None:
+def test_the_time_in_which_a_rank_waits_is_not_its_work():
     watch = Watch()
     watch.gather(1.0)  # before the first step
     for _ in range(2 * MARKED_EVERY):
@@ -58,7 +58,7 @@ def test_the_time_in_which_a_rank_waits_is_not_its_work() -> None:
     assert watch.meter.step_phases(data_seconds=0.125) == []
 
 
-def test_only_calls_in_the_queue_of_the_computation_are_waits() -> None:
+def test_only_calls_in_the_queue_of_the_computation_are_waits():
     watch, computes = Watch(), True
     reduce = watch.meter.as_wait(watch.spend, if_=lambda: computes)
     for _ in range(MARKED_EVERY):
@@ -70,26 +70,26 @@ def test_only_calls_in_the_queue_of_the_computation_are_waits() -> None:
     assert watch.meter.step_phases(data_seconds=0.0) == [[0.0, 2.0, 0.0, 0.0, 1.0]]
 
 
-def even(draw: np.random.Generator, steps: int, ranks: int) -> np.ndarray:
+def even(draw, steps, ranks):
     """Steps of a healthy GPU, whose times vary by 1 %."""
     return 1 + 0.01 * draw.standard_normal((steps, ranks))
 
 
-def noisy(draw: np.random.Generator, steps: int, ranks: int) -> np.ndarray:
+def noisy(draw, steps, ranks):
     return 1 + 0.02 * draw.standard_normal((steps, ranks))
 
 
-def interrupted(draw: np.random.Generator, steps: int, ranks: int) -> np.ndarray:
+def interrupted(draw, steps, ranks):
     """One step of twenty takes half as long again, in the mean."""
     longer = draw.exponential(0.5, (steps, ranks))
     return even(draw, steps, ranks) * (1 + longer * (draw.random((steps, ranks)) < 0.05))
 
 
-def heavy_tailed(draw: np.random.Generator, steps: int, ranks: int) -> np.ndarray:
+def heavy_tailed(draw, steps, ranks):
     return 1 + 0.01 * np.abs(draw.standard_t(2, (steps, ranks)))
 
 
-def drifting(draw: np.random.Generator, steps: int, ranks: int) -> np.ndarray:
+def drifting(draw, steps, ranks):
     """Clocks that wander by 1 %, over some ten steps."""
     pushes, wander = draw.standard_normal((steps, ranks)), np.zeros((steps, ranks))
     for step in range(1, steps):
@@ -98,13 +98,13 @@ def drifting(draw: np.random.Generator, steps: int, ranks: int) -> np.ndarray:
 
 
 @functools.cache
-def recorded_times() -> np.ndarray:
+def recorded_times():
     """Relative work of two ranks in each step `[steps, ranks]`."""
     times = np.array(json.loads(RECORDED.read_text()), dtype=float)
     return times / np.median(times, axis=0)
 
 
-def recorded(draw: np.random.Generator, steps: int, ranks: int) -> np.ndarray:
+def recorded(draw, steps, ranks):
     """Stretches of the recorded times as those of the measured steps, in a drawn order."""
     assert ranks == 2
     times, stretch = recorded_times(), 50
@@ -117,7 +117,7 @@ JITTERS: Sequence[Jitter] = (even, noisy, interrupted, heavy_tailed, drifting)
 CASES = [*((jitter, ranks) for jitter in JITTERS for ranks in (2, 3, 8)), (recorded, 2)]
 
 
-def lines(work: np.ndarray, *, phases: np.ndarray | None = None) -> list[SlowestRank | None]:
+def lines(work, *, phases=None):
     """What is found at each log line of steps with this work `[steps, ranks]`."""
     shares = SHARES if phases is None else phases
     times, found = RankTimes(), []
@@ -132,7 +132,7 @@ def lines(work: np.ndarray, *, phases: np.ndarray | None = None) -> list[Slowest
 
 
 @pytest.mark.parametrize(("jitter", "ranks"), [*CASES])
-def test_no_rank_is_named_in_10_000_steps_of_equal_ones(jitter: Jitter, ranks: int) -> None:
+def test_no_rank_is_named_in_10_000_steps_of_equal_ones(jitter, ranks):
     work = jitter(np.random.default_rng(ranks), STEPS, ranks)
     found = [one for one in lines(work) if one is not None]
     assert len(found) == STEPS // LOG_INTERVAL - 3
@@ -141,9 +141,7 @@ def test_no_rank_is_named_in_10_000_steps_of_equal_ones(jitter: Jitter, ranks: i
 
 @pytest.mark.parametrize(("jitter", "ranks"), [*CASES])
 @pytest.mark.parametrize("onset", [0, 203])
-def test_a_rank_that_is_10_percent_slower_is_named_within_50_steps(
-    jitter: Jitter, ranks: int, onset: int
-) -> None:
+def test_a_rank_that_is_10_percent_slower_is_named_within_50_steps(jitter, ranks, onset):
     for seed in range(4):
         draw = np.random.default_rng(seed)
         work, slow = jitter(draw, onset + 50, ranks), int(draw.integers(ranks))
@@ -154,7 +152,7 @@ def test_a_rank_that_is_10_percent_slower_is_named_within_50_steps(
         assert (last.host, last.local_rank) == (f"node{slow // 8}", slow % 8)
 
 
-def times_of(*ranks: Sequence[float]) -> np.ndarray:
+def times_of(*ranks):
     """Equal steps of ranks with these seconds of data, forward, backward, update and wait."""
     return np.array([ranks] * WINDOW)
 
@@ -181,14 +179,12 @@ USUAL = (0.0, 0.3, 0.6, 0.1, 0.5)
         ),
     ],
 )
-def test_the_slowest_rank_and_its_phase(
-    ranks: Sequence[Sequence[float]], expected: dict[str, object]
-) -> None:
+def test_the_slowest_rank_and_its_phase(ranks, expected):
     found = find_slowest(times_of(*ranks))
     assert {name: getattr(found, name) for name in expected} == expected
 
 
-def test_where_they_vary_a_rank_is_slow_from_two_and_a_half_deviations_on() -> None:
+def test_where_they_vary_a_rank_is_slow_from_two_and_a_half_deviations_on():
     # Between two steps the ranks' ratio changes by 10 %, as of four values with 5 % each.
     for factor, is_slow in ((1.2, True), (1.17, False)):
         steps = times_of(USUAL, [factor * seconds for seconds in USUAL])
@@ -199,12 +195,12 @@ def test_where_they_vary_a_rank_is_slow_from_two_and_a_half_deviations_on() -> N
         assert found.is_slow == is_slow
 
 
-def test_nothing_is_said_of_a_single_rank_or_of_few_steps() -> None:
+def test_nothing_is_said_of_a_single_rank_or_of_few_steps():
     assert find_slowest(times_of(USUAL)) is None
     assert find_slowest(times_of(USUAL, USUAL)[1:]) is None
 
 
-def test_a_rank_that_recovers_is_no_longer_slow() -> None:
+def test_a_rank_that_recovers_is_no_longer_slow():
     work = even(np.random.default_rng(0), 200, 4)
     work[50:100, 2] *= 1.3
     slow = [one is not None and one.is_slow for one in lines(work)]

@@ -8,9 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -40,7 +38,6 @@ from refocused.metrics.wandb import (
     read_note,
     write_note,
 )
-from refocused.system.world import World
 
 SETTINGS = {"optimizer": {"lr": 3e-4, "betas": [0.9, 0.95]}, "run": {"name": "tiny"}, "none": None}
 VALIDATION: Record = {"kind": "validation", "step": 1, "validation_loss": 3.0, "perplexity": 20.0}
@@ -52,12 +49,12 @@ HISTOGRAMS: Record = {
 }
 
 
-def step(number: int, loss: float | None = None, **more: Any) -> Record:
+def step(number, loss=None, **more):
     loss = 3.5 - number if loss is None else loss
     return {"kind": "step", "step": number, "loss": loss, "mfu_fraction": None, **more}
 
 
-def tracked_run(folder: Path, *, at: int = 0, **tracking: Any) -> TrackedRun:
+def tracked_run(folder, *, at=0, **tracking):
     """A run named `tiny` whose session starts at a step."""
     config = TrackingConfig(**tracking)
     return TrackedRun(folder, "tiny", step=at, settings=SETTINGS, tracking=config)
@@ -68,7 +65,7 @@ class Listener:
 
     name = "listener"
 
-    def __init__(self, *, fails_at: str = "", waits: bool = False) -> None:
+    def __init__(self, *, fails_at="", waits=False):
         self.steps: list[object] = []
         self.exit_codes: list[int] = []
         self.fails_at = fails_at
@@ -76,23 +73,23 @@ class Listener:
         if not waits:
             self.may_go_on.set()
 
-    def open(self) -> str:
+    def open(self):
         self._fail("open")
         return "is open"
 
-    def write(self, record: Record) -> None:
+    def write(self, record):
         self.has_record.set()
         self.may_go_on.wait(60)
         if record["step"] == 2:
             self._fail("write")
         self.steps.append(record["step"])
 
-    def close(self, exit_code: int) -> str:
+    def close(self, exit_code):
         self._fail("close")
         self.exit_codes.append(exit_code)
         return "has ended"
 
-    def _fail(self, when: str) -> None:
+    def _fail(self, when):
         if self.fails_at == when:
             raise ConnectionResetError(f"no\n{when}")
 
@@ -100,23 +97,23 @@ class Listener:
 class Session:
     """Trackers and what they report."""
 
-    def __init__(self, *listeners: Listener, room: int = 1000) -> None:
+    def __init__(self, *listeners, room=1000):
         self.reports: list[tuple[str, str]] = []
         self.trackers = Trackers(
             listeners, report=lambda kind, text: self.reports.append((kind, text)), room=room
         )
 
-    def record(self, *steps: int) -> None:
+    def record(self, *steps):
         for number in steps:
             self.trackers.record(step(number))
 
-    def close(self, limit_seconds: float = 60.0) -> list[str]:
+    def close(self, limit_seconds=60.0):
         """End the trackers; return the warnings."""
         self.trackers.close(4, limit_seconds=limit_seconds)
         return [text for kind, text in self.reports if kind == "tracker_warning"]
 
 
-def test_a_tracker_gets_records_in_order_and_the_exit_code() -> None:
+def test_a_tracker_gets_records_in_order_and_the_exit_code():
     listener = Listener()
     session = Session(listener)
     session.record(*range(1, 6))
@@ -128,7 +125,7 @@ def test_a_tracker_gets_records_in_order_and_the_exit_code() -> None:
     ]
 
 
-def test_a_slow_tracker_delays_nothing_and_what_it_lacks_is_counted() -> None:
+def test_a_slow_tracker_delays_nothing_and_what_it_lacks_is_counted():
     listener = Listener(waits=True)
     session = Session(listener, room=3)
     session.record(1)
@@ -141,7 +138,7 @@ def test_a_slow_tracker_delays_nothing_and_what_it_lacks_is_counted() -> None:
     assert "lacks 6 records: 6 dropped while it was too slow, 0 refused" in lacks
 
 
-def test_a_tracker_that_cannot_be_opened_is_reported_once_and_left_alone() -> None:
+def test_a_tracker_that_cannot_be_opened_is_reported_once_and_left_alone():
     listener, other = Listener(fails_at="open"), Listener(fails_at="close")
     session = Session(listener, other)
     session.record(1, 3)
@@ -151,7 +148,7 @@ def test_a_tracker_that_cannot_be_opened_is_reported_once_and_left_alone() -> No
     assert (len(warnings), listener.steps, other.steps) == (2, [], [1, 3])
 
 
-def test_a_refused_record_is_reported_and_later_ones_are_written() -> None:
+def test_a_refused_record_is_reported_and_later_ones_are_written():
     listener = Listener(fails_at="write")
     session = Session(listener)
     session.record(1, 2, 3, 4)
@@ -162,7 +159,7 @@ def test_a_refused_record_is_reported_and_later_ones_are_written() -> None:
 
 
 @pytest.mark.parametrize("room", [1, 10])
-def test_a_tracker_that_hangs_does_not_keep_a_run_from_ending(room: int) -> None:
+def test_a_tracker_that_hangs_does_not_keep_a_run_from_ending(room):
     listener = Listener(waits=True)
     session = Session(listener, room=room)
     session.record(1)
@@ -173,7 +170,7 @@ def test_a_tracker_that_hangs_does_not_keep_a_run_from_ending(room: int) -> None
     listener.may_go_on.set()
 
 
-def test_a_tracker_that_is_off_is_not_imported() -> None:
+def test_a_tracker_that_is_off_is_not_imported():
     program = (
         "import sys, pathlib, refocused.metrics.trackers as trackers\n"
         "from refocused.config.outputs import TrackingConfig\n"
@@ -207,22 +204,20 @@ def test_a_tracker_that_is_off_is_not_imported() -> None:
         ("sample", {"sample": "text"}, {}),
     ],
 )
-def test_numbers_have_constant_names(
-    kind: str, fields: dict[str, object], numbers: dict[str, float]
-) -> None:
+def test_numbers_have_constant_names(kind, fields, numbers):
     assert scalars({"kind": kind, "step": 7, **fields}) == numbers
 
 
 @pytest.mark.parametrize(("project", "wandb_id"), [("demo", None), (None, "tiny-1")])
 def test_rank_0_alone_tracks_and_every_rank_knows_the_wandb_id(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, project: str | None, wandb_id: str | None
-) -> None:
+    tmp_path, monkeypatch, project, wandb_id
+):
     monkeypatch.setattr(WandbTracker, "open", lambda self: "")
     monkeypatch.setattr(WandbTracker, "close", lambda self, exit_code: "")
     run = dataclasses.replace(tracked_run(tmp_path, at=10, wandb=project), wandb_id=wandb_id)
     tracked: dict[int, Trackers] = {}
 
-    def action(world: World) -> str | None:
+    def action(world):
         return start_tracking(
             run,
             world,
@@ -241,7 +236,7 @@ def test_rank_0_alone_tracks_and_every_rank_knows_the_wandb_id(
         tracked[0].close(0, limit_seconds=60)
 
 
-def read_prometheus(file: Path) -> dict[str, float]:
+def read_prometheus(file):
     """Parse as OpenMetrics and as Prometheus' older form; both must find the same."""
     found = []
     for parse in (text_string_to_metric_families, parser.text_string_to_metric_families):
@@ -257,12 +252,12 @@ def read_prometheus(file: Path) -> dict[str, float]:
     return found[0]
 
 
-def tracker(file: Path) -> OpenMetricsTracker:
+def tracker(file):
     run = tracked_run(file.parent, openmetrics=str(file))
     return OpenMetricsTracker(run, clock=lambda: 1.7e9)
 
 
-def test_the_file_holds_the_newest_of_every_figure(tmp_path: Path) -> None:
+def test_the_file_holds_the_newest_of_every_figure(tmp_path):
     file, known = tmp_path / "run.prom", {"gradient_norm": math.inf, "cost_usd": 1.5, "epoch": 0}
     opened = tracker(file)
     opened.open()
@@ -291,12 +286,12 @@ def test_the_file_holds_the_newest_of_every_figure(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [file]
 
 
-def test_a_folder_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_does_not_exist_is_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match="there is no folder"):
         tracker(tmp_path / "nowhere" / "run.prom").open()
 
 
-def write_events(folder: Path, *records: Record, at: int = 0) -> None:
+def write_events(folder, *records, at=0):
     tracker = TensorBoardTracker(tracked_run(folder, at=at))
     assert str(folder / "tensorboard") in tracker.open()
     for record in records:
@@ -304,17 +299,17 @@ def write_events(folder: Path, *records: Record, at: int = 0) -> None:
     tracker.close(0)
 
 
-def read_events(folder: Path) -> Any:
+def read_events(folder):
     found = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0})
     found.Reload()
     return found
 
 
-def curve(folder: Path, tag: str = "train/loss") -> list[tuple[int, float]]:
+def curve(folder, tag="train/loss"):
     return [(event.step, event.value) for event in read_events(folder).Scalars(tag)]
 
 
-def test_numbers_samples_and_settings_can_be_read_back(tmp_path: Path) -> None:
+def test_numbers_samples_and_settings_can_be_read_back(tmp_path):
     before, sources = torch.get_rng_state(), {"web": {"tokens": 5}}
     write_events(tmp_path, step(1, 3.5), VALIDATION, step(2, 3.25, sources=sources), SAMPLE)
     found = read_events(tmp_path)
@@ -335,7 +330,7 @@ def test_numbers_samples_and_settings_can_be_read_back(tmp_path: Path) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_histograms_can_be_read_back(tmp_path: Path) -> None:
+def test_histograms_can_be_read_back(tmp_path):
     write_events(tmp_path, HISTOGRAMS)
     (event,) = read_events(tmp_path).Histograms("weights/head.weight")
     found = event.histogram_value
@@ -344,7 +339,7 @@ def test_histograms_can_be_read_back(tmp_path: Path) -> None:
     assert (list(found.bucket_limit), list(found.bucket)) == ([-0.5, 0, 0.5, 1], [1, 0, 2, 1])
 
 
-def test_after_a_rewind_every_step_is_there_once(tmp_path: Path) -> None:
+def test_after_a_rewind_every_step_is_there_once(tmp_path):
     write_events(tmp_path, *(step(number, 3.0) for number in range(1, 8)))
     validation = {**VALIDATION, "step": 4}
     write_events(tmp_path, validation, *(step(number, 2.0) for number in range(5, 7)), at=4)
@@ -355,7 +350,7 @@ def test_after_a_rewind_every_step_is_there_once(tmp_path: Path) -> None:
 
 
 @pytest.fixture(autouse=True)
-def nobody_is_logged_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def nobody_is_logged_in(tmp_path, monkeypatch):
     """What the person who tests has of W&B is not used, and no other host is asked."""
     for name in [name for name in os.environ if name.startswith("WANDB_")]:
         monkeypatch.delenv(name)
@@ -370,19 +365,19 @@ def nobody_is_logged_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 class WandbSession:
     """One session of a run that is logged to W&B, with a clock that a test moves."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.now = 1000.0
         run = dataclasses.replace(tracked_run(folder, wandb="me/demo"), wandb_id="tiny-1")
         self.tracker = WandbTracker(run, clock=lambda: self.now)
 
-    def log(self, *records: Record) -> tuple[str, str]:
+    def log(self, *records):
         opened = self.tracker.open()
         for record in records:
             self.tracker.write(record)
         return opened, self.tracker.close(0)
 
 
-def test_without_a_key_all_goes_to_files_that_sync_later(tmp_path: Path) -> None:
+def test_without_a_key_all_goes_to_files_that_sync_later(tmp_path):
     end: Record = {"kind": "end", "step": 3, "cost_usd": 4.48}
     records = (step(1), VALIDATION, SAMPLE, HISTOGRAMS, step(3, cost_usd=4.15), end)
     opened, closed = WandbSession(tmp_path).log(*records)
@@ -408,7 +403,7 @@ def test_without_a_key_all_goes_to_files_that_sync_later(tmp_path: Path) -> None
     assert read_note(tmp_path / NOTE_FILE) == WandbNote("tiny-1", 0, last=3)
 
 
-def test_a_session_that_repeats_steps_logs_none_of_them_twice(tmp_path: Path) -> None:
+def test_a_session_that_repeats_steps_logs_none_of_them_twice(tmp_path):
     WandbSession(tmp_path).log(*(step(number) for number in range(1, 4)))
     validation: Record = {**VALIDATION, "step": 3}  # the first session ended before it
     WandbSession(tmp_path).log(step(2), step(3), validation, step(4))
@@ -418,7 +413,7 @@ def test_a_session_that_repeats_steps_logs_none_of_them_twice(tmp_path: Path) ->
     assert [one["validation/loss"] for one in found[1].history if "validation/loss" in one] == [3.0]
 
 
-def test_what_a_kill_may_have_lost_is_not_noted(tmp_path: Path) -> None:
+def test_what_a_kill_may_have_lost_is_not_noted(tmp_path):
     session = WandbSession(tmp_path)
     session.tracker.open()
     noted = []
@@ -435,19 +430,19 @@ def test_what_a_kill_may_have_lost_is_not_noted(tmp_path: Path) -> None:
 class Answer(http.server.BaseHTTPRequestHandler):
     """Answers 404 to everything."""
 
-    def do_HEAD(self) -> None:
+    def do_HEAD(self):
         self.send_error(404)
 
-    def do_POST(self) -> None:
+    def do_POST(self):
         self.rfile.read(int(self.headers.get("Content-Length", "0")))
         self.send_error(404)
 
-    def log_message(self, *_: object) -> None:
+    def log_message(self, *_):
         pass
 
 
 @pytest.fixture
-def refusing_host() -> Iterator[str]:
+def refusing_host():
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answer) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
@@ -457,7 +452,7 @@ def refusing_host() -> Iterator[str]:
 
 
 @pytest.fixture
-def missing_host() -> str:
+def missing_host():
     with socket.create_server(("127.0.0.1", 0)) as server:
         return f"http://127.0.0.1:{server.getsockname()[1]}"
 
@@ -470,12 +465,8 @@ def missing_host() -> str:
     ],
 )
 def test_a_run_that_cannot_be_online_is_written_to_files(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    request: pytest.FixtureRequest,
-    environment: dict[str, str],
-    reason: str,
-) -> None:
+    tmp_path, monkeypatch, request, environment, reason
+):
     monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
     for name, value in environment.items():
         value = request.getfixturevalue(value) if value.endswith("_host") else value
@@ -489,7 +480,7 @@ def test_a_run_that_cannot_be_online_is_written_to_files(
 
 
 @pytest.fixture
-def silent_host() -> Iterator[str]:
+def silent_host():
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield f"http://127.0.0.1:{server.getsockname()[1]}"
 
@@ -509,15 +500,7 @@ NO_KEY = "offline, no key (WANDB_API_KEY, or wandb login)"
         ("refusing_host", "x" * 40, "", None),
     ],
 )
-def test_what_keeps_a_run_offline(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    request: pytest.FixtureRequest,
-    host: str,
-    key: str,
-    netrc: str,
-    reason: str | None,
-) -> None:
+def test_what_keeps_a_run_offline(tmp_path, monkeypatch, request, host, key, netrc, reason):
     (tmp_path / "netrc").write_text(netrc)  # which NETRC names
     monkeypatch.setenv("WANDB_BASE_URL", request.getfixturevalue(host))
     monkeypatch.setattr(wandb_module, "REACH_SECONDS", 0.5)
@@ -554,23 +537,21 @@ LATER = WandbNote("run-2-efgh", 10, last=12)
         (None, "run-abcd", 10, True, WandbNote("run-2-new0", 10)),
     ],
 )
-def test_which_run_there_a_session_continues(
-    note: WandbNote | None, known: str | None, step: int, is_automatic: bool, expected: WandbNote
-) -> None:
+def test_which_run_there_a_session_continues(note, known, step, is_automatic, expected):
     run = dataclasses.replace(
         tracked_run(Path(), at=step), name="run-2", wandb_id=known, is_automatic=is_automatic
     )
     assert continued(note, run, token="new0") == expected
 
 
-def test_a_run_with_a_long_name_is_recognized() -> None:
+def test_a_run_with_a_long_name_is_recognized():
     run = dataclasses.replace(tracked_run(Path()), name="n" * 100)
     first = continued(None, run, token="aaaa")
     again = continued(None, dataclasses.replace(run, wandb_id=first.id, step=5), token="bbbb")
     assert (len(first.id), again.id) == (55, first.id)
 
 
-def test_a_note_survives_and_a_torn_one_is_none(tmp_path: Path) -> None:
+def test_a_note_survives_and_a_torn_one_is_none(tmp_path):
     file = tmp_path / NOTE_FILE
     assert read_note(file) is None
     write_note(file, HERE)

@@ -6,6 +6,6 @@ import pytest
 
 
 @pytest.fixture
-def screen(heard: None, caplog: pytest.LogCaptureFixture) -> None:
+def screen(heard, caplog):
     """Let pytest capture the screen output of a run."""
     caplog.set_level(logging.INFO, logger="refocused")

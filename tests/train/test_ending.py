@@ -3,13 +3,12 @@
 import dataclasses
 import types
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import pytest
 from checkpoints.step_samples import make_step
 from run_fakes import FakeSaver, Log, config_of, status_of_mirror, trainer_of
 
-from refocused.checkpoints.mirror.mirror import MirrorStatus
 from refocused.checkpoints.step.checkpoint_directory import Branch
 from refocused.config.outputs import CheckpointConfig
 from refocused.evaluate.final_model import FinalModel, FinalModelAnswer
@@ -23,7 +22,7 @@ from refocused.train.lifecycle.shutdown import (
     finish,
 )
 from refocused.train.step.state import TrainState
-from refocused.train.step.stopping import StopReason, StopRequest
+from refocused.train.step.stopping import StopReason
 
 pytestmark = pytest.mark.usefixtures("screen")
 
@@ -31,7 +30,7 @@ DONE = TrainState(step=6, tokens=48_000, best_loss=2.0, best_step=4, seconds=750
 
 
 @pytest.fixture(autouse=True)
-def no_summary(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_summary(monkeypatch):
     """Disable the summary."""
     monkeypatch.setattr("refocused.train.lifecycle.shutdown.write_summary", lambda run: "")
 
@@ -44,10 +43,10 @@ class FakeFinalModel:
     status: Literal["made", "uploaded", "failed"] | None = "made"
     folder = Path("final_model")
 
-    def begin(self, step: int) -> None:
+    def begin(self, step):
         self.log.append(f"begin {step}")
 
-    def wait(self, timeout_s: float, stop: StopRequest) -> FinalModelAnswer | None:
+    def wait(self, timeout_s, stop):
         self.log.append(f"wait {timeout_s}")
         if self.status is None:
             return None
@@ -55,14 +54,14 @@ class FakeFinalModel:
 
 
 def end(
-    saver: FakeSaver,
+    saver,
     *,
-    stopped: StopReason = StopReason.NONE,
-    state: TrainState = DONE,
-    sample: str | None = None,
-    mirror: str | None = "gs://bucket/runs",
-    final: FakeFinalModel | None = None,
-) -> ExitCode:
+    stopped=StopReason.NONE,
+    state=DONE,
+    sample=None,
+    mirror="gs://bucket/runs",
+    final=None,
+):
     settings = CheckpointConfig(mirror=mirror, drain_minutes=2.0)
     command = (
         "deepspeed launch/train.py run.steps=5 --max-steps 6"  # reached: another takes its place
@@ -89,9 +88,7 @@ def end(
         ({"mirrored": False}, StopReason.BUDGET, ExitCode.LIMIT_REACHED),
     ],
 )
-def test_the_exit_code_gives_the_outcome(
-    changes: dict[str, Any], stopped: StopReason, code: ExitCode
-) -> None:
+def test_the_exit_code_gives_the_outcome(changes, stopped, code):
     log: Log = []
     assert end(FakeSaver(log, **changes), stopped=stopped) == code
     status = "stopped" if stopped else "finished"
@@ -118,15 +115,13 @@ OPEN = "final model final_model: it goes on in the background"
         (None, "m", ExitCode.NOT_MIRRORED, f"export_warning: {OPEN}"),
     ],
 )
-def test_the_final_model_affects_the_exit_code(
-    status: Any, mirror: str | None, code: ExitCode, said: str
-) -> None:
+def test_the_final_model_affects_the_exit_code(status, mirror, code, said):
     log: Log = []
     assert end(FakeSaver(log), mirror=mirror, final=FakeFinalModel(log, status)) == code
     assert log[:3] == ["begin 6", "wait 120.0", said]
 
 
-def test_only_finished_and_saved_runs_get_a_final_model() -> None:
+def test_only_finished_and_saved_runs_get_a_final_model():
     log: Log = []
     final = FakeFinalModel(log)
     end(FakeSaver(log), stopped=StopReason.SIGNAL, final=final)
@@ -134,7 +129,7 @@ def test_only_finished_and_saved_runs_get_a_final_model() -> None:
     assert "begin 6" not in log
 
 
-def test_an_interrupted_run_does_not_wait_for_its_mirror_as_long() -> None:
+def test_an_interrupted_run_does_not_wait_for_its_mirror_as_long():
     finished, interrupted = FakeSaver([]), FakeSaver([])
     end(finished)
     end(interrupted, stopped=StopReason.SIGNAL)
@@ -179,12 +174,7 @@ def test_an_interrupted_run_does_not_wait_for_its_mirror_as_long() -> None:
     ],
     ids=["finished", "unsaved"],
 )
-def test_the_last_lines(
-    saver: dict[str, Any],
-    settings: dict[str, Any],
-    lines: list[str],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_the_last_lines(saver, settings, lines, caplog):
     end(FakeSaver([], branch=Branch(number=2, ancestry=((1, 4),)), **saver), **settings)
     page = Path("runs/sample/summary.html")
     assert caplog.messages == [
@@ -196,8 +186,8 @@ def test_the_last_lines(
 
 @pytest.mark.parametrize("columns", [80, 71])
 def test_text_samples_stand_side_by_side_where_there_is_room(
-    columns: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+    columns, tmp_path, monkeypatch, caplog
+):
     monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.chdir(tmp_path)
     events = JsonLines(Path("runs/sample/logs/events.jsonl"))
@@ -222,7 +212,7 @@ def test_text_samples_stand_side_by_side_where_there_is_room(
     assert all(len(line) <= columns for line in (title, rule, *lines[:3]))
 
 
-def status(done: int, *waiting: int, error: str | None = None) -> MirrorStatus:
+def status(done, *waiting, error=None):
     return status_of_mirror(waiting=waiting, done_bytes=done, total_bytes=1000, last_error=error)
 
 
@@ -232,14 +222,14 @@ DOWN = status(0, 20, error="HTTP 503")
 class Waiting:
     """A wait of 10 minutes for a mirror, with a clock of its own and step 20 to be copied."""
 
-    def __init__(self, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def __init__(self, folder, caplog):
         make_step(folder, 20)
         self.caplog, self.now = caplog, 100.0
         self.progress = DrainProgress(
             folder, 600.0, lambda: self.now, per_hour_usd=30.0, setting="checkpoint.drain_minutes"
         )
 
-    def hears(self, status: MirrorStatus | None, seconds: float) -> list[str]:
+    def hears(self, status, seconds):
         """Look five times a second for so long; return what was said."""
         self.caplog.clear()
         for _ in range(round(seconds * 5)):
@@ -249,11 +239,11 @@ class Waiting:
 
 
 @pytest.fixture
-def waiting(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Waiting:
+def waiting(tmp_path, caplog):
     return Waiting(tmp_path, caplog)
 
 
-def test_a_mirror_error_is_reported_soon_and_then_repeatedly(waiting: Waiting) -> None:
+def test_a_mirror_error_is_reported_soon_and_then_repeatedly(waiting):
     assert waiting.hears(DOWN, REPORT_SOON_S - 1.0) == []
     assert waiting.hears(DOWN, REPORT_AGAIN_S) == [
         "waiting for the mirror, for at most 9.9 min more ($4.97; set by "
@@ -264,7 +254,7 @@ def test_a_mirror_error_is_reported_soon_and_then_repeatedly(waiting: Waiting) -
     assert len(waiting.hears(DOWN, 10.0)) == 1  # the outage returns
 
 
-def test_upload_progress_is_reported_at_every_tenth(waiting: Waiting) -> None:
+def test_upload_progress_is_reported_at_every_tenth(waiting):
     [line] = waiting.hears(None, 10.0)
     assert line.endswith("it has reported nothing yet, see logs/mirror.log")
     assert waiting.hears(status(0, 20), 1.0) == ["upload of step 20: 0 % (1 waiting)"]

@@ -5,8 +5,6 @@ import dataclasses
 import functools
 import json
 import math
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -15,12 +13,10 @@ import torch
 from data.text_samples import word_file
 from run_fakes import FakeEngine, Log, batch, trainer_of
 from thread_ranks import on_two_ranks, results
-from torch import Tensor
 
 from refocused.config.cadence import Cadence
 from refocused.config.data import DataConfig
 from refocused.config.outputs import EvaluationConfig
-from refocused.data.loader.batch import Batch
 from refocused.data.manifest.shard_manifest import Manifest
 from refocused.engine.engine import Engine
 from refocused.evaluate.continuations import Continuation
@@ -46,7 +42,7 @@ RATED = ["rate 2"] * 3
 AT_2 = TrainState(step=2)
 
 
-def questions(answers: list[int]) -> EncodedTask:
+def questions(answers):
     """Questions whose first ending the fake engine prefers."""
     asked = [Question("c", ("yes", "no!"), answer) for answer in answers]
     given = [Continuation((first, 9, 9), 1) for number in range(len(asked)) for first in (1, 2)]
@@ -54,14 +50,12 @@ def questions(answers: list[int]) -> EncodedTask:
 
 
 class FakeSampler:
-    def write(self, engine: Any, *, stopping: Any) -> str | None:
+    def write(self, engine, *, stopping):
         engine.log.append("write")
         return None if stopping() else "text"
 
 
-def after(
-    state: TrainState, stop_when: str | None = None, measure: Any = evaluate, **intervals: int
-) -> tuple[Log, TrainState]:
+def after(state, stop_when=None, measure=evaluate, **intervals):
     """Measure what is due after a state, of a run of 6 steps."""
     log: Log = []
     trainer = trainer_of(
@@ -85,7 +79,7 @@ def after(
         (6, {"sample": 2}, ["validate", "tell 2.0", *RATED, "tell quiz 0.67 after 6"]),
     ],
 )
-def test_each_is_measured_when_it_is_due(step: int, intervals: dict[str, int], log: Log) -> None:
+def test_each_is_measured_when_it_is_due(step, intervals, log):
     said, state = after(TrainState(step=step), **intervals)
     assert said == log
     validated = "validate" in log  # tasks and samples do not affect the best step
@@ -94,7 +88,7 @@ def test_each_is_measured_when_it_is_due(step: int, intervals: dict[str, int], l
 
 
 @pytest.mark.parametrize("step", [2, 6])
-def test_tasks_cut_short_by_a_stop_are_repeated(step: int) -> None:
+def test_tasks_cut_short_by_a_stop_are_repeated(step):
     due = {"validation": 2, "tasks": 2}
     _, stopped = after(TrainState(step=step), stop_when="rate 2", **due)
     assert (stopped.validation_step, stopped.tasks_step) == (step, None)
@@ -103,14 +97,14 @@ def test_tasks_cut_short_by_a_stop_are_repeated(step: int) -> None:
     assert after(state, measure=evaluate_at_start, **due)[0] == []
 
 
-def test_only_due_tasks_are_repeated_if_there_is_time() -> None:
+def test_only_due_tasks_are_repeated_if_there_is_time():
     assert after(AT_2, measure=evaluate_at_start, validation=3, tasks=3) == ([], AT_2)
     log, state = after(AT_2, "tell 2.0", evaluate_at_start, validation=2, tasks=2)
     assert log == ["validate", "tell 2.0", "record 2.0 of 2"], "the checkpoint gets the loss"
     assert (state.validation_step, state.tasks_step) == (2, None)
 
 
-def test_a_new_run_writes_a_sample_with_untrained_weights() -> None:
+def test_a_new_run_writes_a_sample_with_untrained_weights():
     assert after(TrainState(), measure=evaluate_at_start, tasks=1)[0] == [
         "write",
         "tell 'text' after 0",
@@ -119,15 +113,13 @@ def test_a_new_run_writes_a_sample_with_untrained_weights() -> None:
 
 
 @pytest.mark.parametrize("when", ["validate", "rate 2", "write"])
-def test_a_stop_interrupts_evaluation(when: str) -> None:
+def test_a_stop_interrupts_evaluation(when):
     log, _ = after(AT_2, stop_when=when, validation=2, tasks=2, sample=2)
     assert log[-1] == when
     assert log.count(when) == 1
 
 
-def built(
-    data: dict[str, Any] | None = None, manifest_end: int | None = None, **settings: Any
-) -> tuple[Any, Any, TextSampler | None]:
+def built(data=None, manifest_end=None, **settings):
     config = SimpleNamespace(
         data=DataConfig(source="tokens", **{"tokenizer": "bytes"} | (data or {})),
         evaluation=EvaluationConfig(**settings),
@@ -138,7 +130,7 @@ def built(
     return build_texts(cast("Any", config), manifest, vocabulary=300, world=World())
 
 
-def test_unusable_tasks_and_prompts_are_rejected(tmp_path: Path) -> None:
+def test_unusable_tasks_and_prompts_are_rejected(tmp_path):
     file, words = tmp_path / "quiz.jsonl", word_file(tmp_path / "words.json")
     file.write_text("{}\n")
     with pytest.raises(ConfigError, match=r"evaluation\.tasks: .*quiz\.jsonl:1: it has no"):
@@ -151,7 +143,7 @@ def test_unusable_tasks_and_prompts_are_rejected(tmp_path: Path) -> None:
     assert sampler is not None and sampler.prompt == "def "
 
 
-def test_a_run_records_which_token_ends_a_text(tmp_path: Path, caplog: Any) -> None:
+def test_a_run_records_which_token_ends_a_text(tmp_path, caplog):
     from tokenizers import Tokenizer, models
 
     caplog.set_level("INFO")
@@ -159,7 +151,7 @@ def test_a_run_records_which_token_ends_a_text(tmp_path: Path, caplog: Any) -> N
     tokenizer.add_special_tokens(["</s>", "<eos>", "<pad>"])
     tokenizer.save(name := str(tmp_path / "tokenizer.json"))
 
-    def recorded(**data: Any) -> str:
+    def recorded(**data):
         end = data.pop("manifest_end", None)
         files, *_ = built({"tokenizer": name, **data}, end)
         token = json.loads(files["tokenizer_config.json"])["eos_token"]
@@ -187,11 +179,11 @@ class ScriptedEngine:
     held: int = 0
 
     @contextlib.contextmanager
-    def weights_gathered(self) -> Iterator[None]:
+    def weights_gathered(self):
         self.held += 1
         yield
 
-    def next_token_logits(self, input_ids: Tensor) -> Tensor:
+    def next_token_logits(self, input_ids):
         self.contexts.append(input_ids[0].tolist())
         logits = torch.full((1, 512), -20.0)
         if self.evenly:  # finds the letters from `A` on ever less likely, by very little
@@ -203,16 +195,7 @@ class ScriptedEngine:
         return logits
 
 
-def sample(
-    engine: object,
-    prompt: str,
-    *,
-    tokens: int,
-    length: int = 8,
-    seed: int = 0,
-    temperature: float = 0.8,
-    stopping: Callable[[], bool] = lambda: False,
-) -> str | None:
+def sample(engine, prompt, *, tokens, length=8, seed=0, temperature=0.8, stopping=lambda: False):
     content = tokenizer_file(TokenizerChoice("bytes"), vocabulary=512)
     tokenizer = as_transformers(content, end_of_text_id=None, max_length=64)
     sampler = TextSampler(tokenizer, prompt, tokens, length, seed, temperature)
@@ -227,14 +210,14 @@ def sample(
         ("\x7f", 1, "\x7f\ufffd"),  # invalid UTF-8
     ],
 )
-def test_the_likely_bytes_follow_the_prompt(prompt: str, tokens: int, text: str) -> None:
+def test_the_likely_bytes_follow_the_prompt(prompt, tokens, text):
     engine = ScriptedEngine()
     assert sample(engine, prompt, tokens=tokens) == text
     # By every rank, whichever of them sees the end; the weights are gathered once for all tokens.
     assert (engine.held, len(engine.contexts)) == (1, tokens)
 
 
-def test_the_context_is_no_longer_than_what_was_trained_on_and_a_stop_ends_it() -> None:
+def test_the_context_is_no_longer_than_what_was_trained_on_and_a_stop_ends_it():
     engine = ScriptedEngine()
     text = sample(engine, "abc", tokens=9, length=4, stopping=lambda: len(engine.contexts) == 4)
     assert text is None
@@ -242,7 +225,7 @@ def test_the_context_is_no_longer_than_what_was_trained_on_and_a_stop_ends_it() 
     assert engine.contexts[-1] == list(b"cdef")
 
 
-def test_draws_repeat_with_their_seed_and_come_from_the_likeliest() -> None:
+def test_draws_repeat_with_their_seed_and_come_from_the_likeliest():
     text = sample(ScriptedEngine(evenly=True), "A", tokens=300)
     assert text == sample(ScriptedEngine(evenly=True), "A", tokens=300)
     assert text != sample(ScriptedEngine(evenly=True), "A", tokens=300, seed=1)
@@ -251,13 +234,11 @@ def test_draws_repeat_with_their_seed_and_come_from_the_likeliest() -> None:
     assert cold == "A" * 301  # the likeliest
 
 
-def by_first_token(inputs: Tensor, labels: Tensor) -> float:
+def by_first_token(inputs, labels):
     return float(inputs[0, 0])
 
 
-def validated(
-    batches: list[Batch], *, world: World | None = None, stop_when: str | None = None
-) -> tuple[ValidationLoss | None, Log]:
+def validated(batches, *, world=None, stop_when=None):
     log: Log = []
     engine = FakeEngine(log, validation=by_first_token)
     trainer = trainer_of(
@@ -289,29 +270,27 @@ def validated(
         ),
     ],
 )
-def test_losses_by_source_are_means_over_all_ranks(
-    first: list[Batch], second: list[Batch], expected: ValidationLoss
-) -> None:
+def test_losses_by_source_are_means_over_all_ranks(first, second, expected):
     for loss in results(
         on_two_ranks(lambda world: validated([first, second][world.rank], world=world)[0])
     ):
         assert loss == dataclasses.replace(expected, mean=pytest.approx(expected.mean))
 
 
-def test_without_data_or_when_stopped_there_is_no_loss() -> None:
+def test_without_data_or_when_stopped_there_is_no_loss():
     assert validated([]) == (None, [])
     assert validated([batch(0)] * 5, stop_when="validate") == (None, ["validate"])
 
 
 @pytest.mark.parametrize("off", [-0.31, 0.31, math.inf, math.nan])
-def test_a_wrong_first_loss_is_rejected(off: float) -> None:
+def test_a_wrong_first_loss_is_rejected(off):
     engine = FakeEngine([], validation=lambda inputs, labels: math.log(512) + off)
     with pytest.raises(TrainingError, match=r"should be 6\.238 within 0\.3"):
         check_first_loss(trainer_of([], engine=engine))
 
 
-def test_the_first_loss_is_the_mean_of_the_ranks() -> None:
-    def action(world: World) -> float:
+def test_the_first_loss_is_the_mean_of_the_ranks():
+    def action(world):
         off = [-0.25, 0.05][world.rank]
         engine = FakeEngine([], validation=lambda inputs, labels: math.log(512) + off)
         return check_first_loss(trainer_of([], world=world, engine=engine))

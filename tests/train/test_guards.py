@@ -5,8 +5,6 @@ import gc
 import math
 import types
 import weakref
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -29,10 +27,10 @@ from refocused.train.step.loop import train
 from refocused.train.step.state import TrainState
 
 
-def test_a_non_finite_loss_on_one_rank_stops_both() -> None:
+def test_a_non_finite_loss_on_one_rank_stops_both():
     logs: list[Log] = [[], []]
 
-    def action(world: World) -> None:
+    def action(world):
         log = logs[world.rank]
         engine = FakeEngine(
             log,
@@ -52,7 +50,7 @@ def test_a_non_finite_loss_on_one_rank_stops_both() -> None:
         assert log[2:] == [rate(0, 6), "report 1", *refused]
 
 
-def run_refused(cadence: Cadence | None = None, **engine: Any) -> tuple[Log, list[str]]:
+def run_refused(cadence=None, **engine):
     """Train with an engine that skips the third update; return the log and the error."""
     log: Log = []
     fake = FakeEngine(log, refuses_from=3, **engine)
@@ -63,7 +61,7 @@ def run_refused(cadence: Cadence | None = None, **engine: Any) -> tuple[Log, lis
     return log, []
 
 
-def test_a_skipped_update_is_found_during_the_next_step() -> None:
+def test_a_skipped_update_is_found_during_the_next_step():
     log, [message] = run_refused()
     assert (
         "Gradient is not finite on rank 0 at step 3 (a.npy sequence 4; a.npy sequence 5)" in message
@@ -73,13 +71,13 @@ def test_a_skipped_update_is_found_during_the_next_step() -> None:
 
 
 @pytest.mark.parametrize("due", ["log", "validation", "checkpoint"])
-def test_a_step_is_checked_before_it_is_logged_validated_or_saved(due: str) -> None:
+def test_a_step_is_checked_before_it_is_logged_validated_or_saved(due):
     log, [message] = run_refused(Cadence(**{"log": 0, "validation": 0, "checkpoint": 0, due: 3}))
     assert "at step 3 " in message
     assert log[-2:] == ["refuse", "close"]
 
 
-def test_a_step_is_checked_before_the_wait_for_data() -> None:
+def test_a_step_is_checked_before_the_wait_for_data():
     log: Log = []
     engine = FakeEngine(log, refuses_from=2)
     loader = FakeLoader(log, missing_from=4)
@@ -89,7 +87,7 @@ def test_a_step_is_checked_before_the_wait_for_data() -> None:
     assert not happened(log, "save")
 
 
-def test_an_fp16_overflow_does_not_stop_training() -> None:
+def test_an_fp16_overflow_does_not_stop_training():
     log, raised = run_refused(scale=65536.0)
     assert not raised
     assert log.count("refuse") == 4
@@ -99,7 +97,7 @@ def test_an_fp16_overflow_does_not_stop_training() -> None:
     assert "Loss is not finite on rank 0 at step 4" in message
 
 
-def test_running_out_of_memory_is_explained() -> None:
+def test_running_out_of_memory_is_explained():
     plan = BatchPlan(
         micro_batch_size=8, gradient_accumulation_steps=16, world_size=4, sequence_length=2048
     )
@@ -120,7 +118,7 @@ PLAN = HostPlan(building=0, tensors=0, copies=10**9, processes=0, temporaries=2 
 
 
 @pytest.fixture(autouse=True)
-def thawed() -> Iterator[None]:
+def thawed():
     yield
     gc.unfreeze()
 
@@ -128,15 +126,15 @@ def thawed() -> Iterator[None]:
 class Node:
     """Refers to itself, so that only the collector frees it."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.me = self
 
 
-def dropped() -> weakref.ref[Node]:
+def dropped():
     return weakref.ref(Node())
 
 
-def test_after_the_warm_up_garbage_is_collected_by_the_loop() -> None:
+def test_after_the_warm_up_garbage_is_collected_by_the_loop():
     with pytest.raises(ValueError, match="stop"), Garbage() as garbage:
         for _ in range(WARM_STEPS - 1):
             garbage.step()
@@ -156,7 +154,7 @@ def test_after_the_warm_up_garbage_is_collected_by_the_loop() -> None:
     assert gc.get_freeze_count() == 0
 
 
-def test_imports_are_not_collected_and_the_collector_is_then_as_before() -> None:
+def test_imports_are_not_collected_and_the_collector_is_then_as_before():
     with pytest.raises(ImportError), quick_imports():
         assert not gc.isenabled()
         imported: list[object] = [[]]
@@ -191,14 +189,7 @@ ROOM = 9 * 10**9
         (ROOM, {"LD_PRELOAD": "/lib/libjemalloc.so.2"}, PLAN, "as LD_PRELOAD says", []),
     ],
 )
-def test_freed_memory_is_kept_if_there_is_room(
-    available: int,
-    settings: dict[str, str],
-    plan: HostPlan,
-    said: str,
-    calls: list[tuple[int, int]],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_freed_memory_is_kept_if_there_is_room(available, settings, plan, said, calls, monkeypatch):
     made: list[tuple[int, int]] = []
     library = types.SimpleNamespace(mallopt=lambda *call: made.append(call) or True)
     monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
@@ -207,7 +198,7 @@ def test_freed_memory_is_kept_if_there_is_room(
     assert made == calls
 
 
-def test_without_glibc_freed_memory_is_returned(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_glibc_freed_memory_is_returned(monkeypatch):
     monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
     said = keep_freed_memory(PLAN, available=10**12, ranks_here=1, environment={})
     assert said == "freed memory: returned (no glibc)"

@@ -1,9 +1,6 @@
 """The order of the loop: steps, reports, validations, saves; stops and resumes."""
 
 import dataclasses
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import pytest
 from run_fakes import (
@@ -20,13 +17,11 @@ from run_fakes import (
     trainer_of,
 )
 from thread_ranks import on_two_ranks, results
-from torch import Tensor
 
 from refocused.checkpoints.resume.catalog import Catalog
-from refocused.checkpoints.step.checkpoint_manifest import SaveReason
 from refocused.config.cadence import Cadence
 from refocused.data.order.sequences import Position
-from refocused.engine.finite_updates import Judge, UpdateOutcome
+from refocused.engine.finite_updates import UpdateOutcome
 from refocused.metrics.meter import Meter
 from refocused.system.world import World
 from refocused.train.step.loop import label_weights, train
@@ -36,13 +31,11 @@ from refocused.train.step.stopping import StopReason
 NEVER = Cadence(log=0, validation=0, checkpoint=0)
 
 
-def every(**intervals: Any) -> Cadence:
+def every(**intervals):
     return dataclasses.replace(NEVER, **intervals)
 
 
-def trained(
-    total: int, cadence: Cadence = NEVER, *, stop_when: str | None = None, **changes: Any
-) -> tuple[Log, FakeSaver, TrainState, StopReason]:
+def trained(total, cadence=NEVER, *, stop_when=None, **changes):
     log: Log = []
     saver = FakeSaver(log)
     changes |= {"cadence": cadence, "saver": saver, "stop_when": stop_when}
@@ -80,16 +73,14 @@ def trained(
     ],
     ids=["steps", "intervals", "the last step"],
 )
-def test_due_actions_run_in_this_order(
-    total: int, cadence: Cadence, words: str, expected: list[str]
-) -> None:
+def test_due_actions_run_in_this_order(total, cadence, words, expected):
     log, _, state, stopped = trained(total, cadence)
     assert happened(log, *words.split()) == expected
     assert (state.tokens, state.position) == (total * 8, Position(0, 2 * total))
     assert stopped is StopReason.NONE
 
 
-def test_a_report_covers_all_steps_since_the_last_one() -> None:
+def test_a_report_covers_all_steps_since_the_last_one():
     reporter = FakeReporter([])
     engine = FakeEngine([], training_loss=float)
     cadence = every(log=2, validation=2, checkpoint=2)
@@ -100,7 +91,7 @@ def test_a_report_covers_all_steps_since_the_last_one() -> None:
     assert (state.best_loss, state.best_step) == (2.0, 2)
 
 
-def improving(*losses: float) -> FakeEngine:
+def improving(*losses):
     """An engine with these validation losses, in order."""
     found = iter(losses)
     return FakeEngine([], validation=lambda inputs, labels: next(found))
@@ -130,8 +121,8 @@ def improving(*losses: float) -> FakeEngine:
     ],
 )
 def test_every_save_has_its_reasons_and_only_the_last_is_waited_for(
-    total: int, cadence: Cadence, losses: tuple[float, ...], reasons: dict[int, str]
-) -> None:
+    total, cadence, losses, reasons
+):
     loader = FakeLoader([], sequences_per_epoch=4)
     _, saver, *_ = trained(total, cadence, engine=improving(*losses), loader=loader)
     steps = [state.step for state in saver.saved]
@@ -140,7 +131,7 @@ def test_every_save_has_its_reasons_and_only_the_last_is_waited_for(
     assert saver.commits == total  # each step commits what has been written
 
 
-def test_the_best_step_has_a_checkpoint_with_reason_best(tmp_path: Path) -> None:
+def test_the_best_step_has_a_checkpoint_with_reason_best(tmp_path):
     cadence = every(validation=2, checkpoint=5, save_best=True)
     engine = improving(3.0, 2.5, 2.75, 2.0, 2.25)  # after the steps 2, 4, 6, 8 and 10
     saver = Saving(tmp_path).saver
@@ -156,27 +147,25 @@ def test_the_best_step_has_a_checkpoint_with_reason_best(tmp_path: Path) -> None
     }
 
 
-def test_saves_and_validations_do_not_include_step_time() -> None:
+def test_saves_and_validations_do_not_include_step_time():
     clock = Clock()
 
     class SlowOutcome(UpdateOutcome):
-        def was_finite(self) -> bool:
+        def was_finite(self):
             clock.now += 5.0  # the device computes the step
             return super().was_finite()
 
     class SlowEngine(FakeEngine):
-        def update(self, learning_rate: float, judge: Judge) -> UpdateOutcome:
+        def update(self, learning_rate, judge):
             super().update(learning_rate, judge)
             return SlowOutcome(True)
 
-        def validation_loss(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        def validation_loss(self, input_ids, labels):
             clock.now += 2.0
             return super().validation_loss(input_ids, labels)
 
     class SlowSaver(FakeSaver):
-        def save(
-            self, state: TrainState, reasons: Sequence[SaveReason], *, wait: bool = True
-        ) -> TrainState:
+        def save(self, state, reasons, *, wait=True):
             clock.now += 1.0
             trainer.meter.lap("save")
             return super().save(state, reasons, wait=wait)
@@ -202,9 +191,7 @@ def test_saves_and_validations_do_not_include_step_time() -> None:
     ],
     ids=["where a save is due", "between", "in a validation"],
 )
-def test_a_stop_saves_once_and_ends(
-    cadence: Cadence, when: str, happens: list[str], reasons: list[list[str]]
-) -> None:
+def test_a_stop_saves_once_and_ends(cadence, when, happens, reasons):
     batches = [batch(0), batch(1)]
     log, saver, state, stopped = trained(
         6, cadence, stop_when=when, validation_batches=lambda: iter(batches)
@@ -216,7 +203,7 @@ def test_a_stop_saves_once_and_ends(
 
 
 @pytest.mark.parametrize(("missing_from", "there"), [(0, []), (2, ["report 1", "save 1"])])
-def test_a_stop_during_the_wait_for_data_saves_once(missing_from: int, there: list[str]) -> None:
+def test_a_stop_during_the_wait_for_data_saves_once(missing_from, there):
     log: Log = []
     loader = FakeLoader(log, missing_from=missing_from)
     trainer = trainer_of(log, cadence=every(log=1), loader=loader, stop_when="waits")
@@ -226,7 +213,7 @@ def test_a_stop_during_the_wait_for_data_saves_once(missing_from: int, there: li
     assert (state.step, stopped) == (missing_from // 2, StopReason.SIGNAL)
 
 
-def test_every_label_of_a_step_counts_the_same() -> None:
+def test_every_label_of_a_step_counts_the_same():
     counted = ([10, 2], [4, 0])
     found = results(on_two_ranks(lambda world: label_weights(world, counted[world.rank])))
     assert found == [[10 / 4, 2 / 4], [4 / 4, 0.0]]

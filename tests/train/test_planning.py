@@ -18,30 +18,28 @@ from thread_ranks import on_two_ranks, results
 from refocused.bucket.folder import DirectoryBucket
 from refocused.config.batch_plan import BatchPlan
 from refocused.config.data import DataConfig
-from refocused.config.load_run import LoadedRun, find_config, load_run
+from refocused.config.load_run import find_config, load_run
 from refocused.data.loader.open_data import build_data
 from refocused.estimate.memory_plan import largest_micro, refuse_cpu
 from refocused.system.errors import ConfigError, TrainingError
 from refocused.system.world import World
 from refocused.train.lifecycle import trainer
 from refocused.train.lifecycle.banner import data_lines, opening_lines, tokenizer_lines
-from refocused.train.lifecycle.trainer import Plan
 
-END_OF_TEXT = 50_256
 MILAN, GENOA = frozenset({"avx2"}), frozenset({"avx2", "avx512_bf16"})
 ALONE, ONE_GPU = World(), World(device_kind="cuda")
 
 
-def folder_at(name: str) -> DirectoryBucket:
+def folder_at(name):
     return DirectoryBucket(Path(name))
 
 
-def settled(run: str, *settings: str, world: World = ALONE) -> tuple[LoadedRun, Plan]:
+def settled(run, *settings, world=ALONE):
     loaded = load_run(run, list(settings))
     return trainer.settle(loaded, world, open_source=folder_at)
 
 
-def test_the_plan_uses_the_tokenizers_vocabulary() -> None:
+def test_the_plan_uses_the_tokenizers_vocabulary():
     run = ("gpt2_1b_8xh100_fast", "run.device=cpu")
     loaded, planned = settled(*run)
     assert loaded.config.model.vocabulary == loaded.shape.vocabulary == 50_257
@@ -53,7 +51,7 @@ def test_the_plan_uses_the_tokenizers_vocabulary() -> None:
     assert exact.peak > fewer.peak
 
 
-def gpus(monkeypatch: pytest.MonkeyPatch, *capabilities: tuple[int, int], name: str = "") -> None:
+def gpus(monkeypatch, *capabilities, name=""):
     """Fake GPUs of 80 GB."""
     memory = SimpleNamespace(total_memory=80 * 2**30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
@@ -65,7 +63,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch, *capabilities: tuple[int, int], name: 
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
 
 
-def dtype_lines(loaded: LoadedRun, planned: Plan) -> list[str]:
+def dtype_lines(loaded, planned):
     """Return what the opening lines say of the precision."""
     lines = opening_lines(dataclasses.replace(loaded, changes=()), planned, ALONE)
     assert f"ZeRO-3, {loaded.config.precision.dtype}, CPU" in lines[3]
@@ -73,9 +71,7 @@ def dtype_lines(loaded: LoadedRun, planned: Plan) -> list[str]:
 
 
 @pytest.mark.parametrize(("flags", "dtype"), [(MILAN, "fp32"), (GENOA, "bf16")])
-def test_auto_follows_the_processor(
-    monkeypatch: pytest.MonkeyPatch, flags: frozenset[str], dtype: str
-) -> None:
+def test_auto_follows_the_processor(monkeypatch, flags, dtype):
     monkeypatch.setattr(trainer, "cpu_flags", lambda: flags)
     monkeypatch.setattr(trainer.memory_plan, "cpu_bf16_gain", lambda: 2.0)
     loaded, plan = settled("demo")
@@ -88,9 +84,7 @@ def test_auto_follows_the_processor(
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_an_explicit_precision_is_kept_with_a_warning_if_slow(
-    monkeypatch: pytest.MonkeyPatch, dtype: str
-) -> None:
+def test_an_explicit_precision_is_kept_with_a_warning_if_slow(monkeypatch, dtype):
     monkeypatch.setattr(trainer, "cpu_flags", lambda: MILAN)
     loaded, plan = settled("demo", f"precision.dtype={dtype}")
     assert (loaded.config.precision.dtype, plan.is_native_by_choice) == (dtype, False)
@@ -102,10 +96,10 @@ def test_an_explicit_precision_is_kept_with_a_warning_if_slow(
     assert [line.startswith(f"{warning}fp32") for line in lines] == [True] * (dtype == "bf16")
 
 
-def test_different_ranks_use_a_precision_they_all_support(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_different_ranks_use_a_precision_they_all_support(monkeypatch):
     gpus(monkeypatch, (9, 0), (7, 5))
 
-    def action(world: World) -> str:
+    def action(world):
         on_gpus = dataclasses.replace(world, device_kind="cuda")
         loaded, _ = settled("gpt2_124m", "batch.micro_batch_size=2", world=on_gpus)
         return loaded.config.precision.resolved
@@ -113,8 +107,8 @@ def test_different_ranks_use_a_precision_they_all_support(monkeypatch: pytest.Mo
     assert results(on_two_ranks(action)) == ["fp16", "fp16"]
 
 
-def test_a_known_gpu_has_an_expected_step_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    def said(name: str) -> list[str]:
+def test_a_known_gpu_has_an_expected_step_time(monkeypatch):
+    def said(name):
         gpus(monkeypatch, (9, 0), name=name)
         loaded, planned = settled("gpt2_124m", "batch.micro_batch_size=16", world=ONE_GPU)
         lines = opening_lines(loaded, planned, ONE_GPU)
@@ -126,7 +120,7 @@ def test_a_known_gpu_has_an_expected_step_time(monkeypatch: pytest.MonkeyPatch) 
     assert "of it products (from data sheets, not measured)" in line
 
 
-def test_a_run_that_ends_within_a_cycle_of_its_rate_is_warned_of() -> None:
+def test_a_run_that_ends_within_a_cycle_of_its_rate_is_warned_of():
     settings = ("precision.dtype=fp32", "schedule.kind=warm_restarts", "schedule.warmup_steps=0")
     for steps, warnings in ((500, 0), (501, 1)):
         loaded, planned = settled(
@@ -136,7 +130,7 @@ def test_a_run_that_ends_within_a_cycle_of_its_rate_is_warned_of() -> None:
         assert ["ends at step 1,000" in line for line in lines] == [True] * warnings
 
 
-def test_the_data_lines_tell_what_is_in_no_sequence_and_what_leaks(tmp_path: Path) -> None:
+def test_the_data_lines_tell_what_is_in_no_sequence_and_what_leaks(tmp_path):
     for name in ("a", "val"):
         np.save(tmp_path / f"{name}.npy", np.arange(50, dtype=np.uint16))
     folders = [f"data.source={tmp_path}", f"data.cache={tmp_path}/cache"]
@@ -157,7 +151,7 @@ def test_the_data_lines_tell_what_is_in_no_sequence_and_what_leaks(tmp_path: Pat
     assert "1 training files have the bytes of a validation file (a.npy those of val" in said[1]
 
 
-def test_a_large_model_on_several_cpu_ranks_is_rejected() -> None:
+def test_a_large_model_on_several_cpu_ranks_is_rejected():
     for ended in on_two_ranks(lambda world: settled("gpt2_124m", "run.device=auto", world=world)):
         assert isinstance(ended.error, ConfigError)
         assert re.search(
@@ -173,7 +167,7 @@ class BesideRank0(World):
 
     ahead = 0.0
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value):
         return [("host0", value[1] - self.ahead, ""), value]
 
 
@@ -181,9 +175,7 @@ class BesideRank0(World):
     ("seconds", "text"),
     [(-301.0, "5 minutes behind that"), (-299.0, ""), (299.0, ""), (301.0, "5 minutes ahead of")],
 )
-def test_a_clock_that_a_bucket_would_refuse_is_named(
-    seconds: float, text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_clock_that_a_bucket_would_refuse_is_named(seconds, text, monkeypatch):
     monkeypatch.setattr(BesideRank0, "ahead", seconds)
     loaded = load_run("demo", [])
     if not text:
@@ -212,20 +204,20 @@ CASES = [(32, False), (128, True)]
 class Device:
     """Stands for the memory of `torch.cuda`: counts the tensors that live."""
 
-    def __init__(self, memory: LiveMemory) -> None:
+    def __init__(self, memory):
         self._memory = memory
 
-    def memory_allocated(self, device: Any) -> int:
+    def memory_allocated(self, device):
         return self._memory.bytes
 
-    def max_memory_allocated(self, device: Any) -> int:
+    def max_memory_allocated(self, device):
         return self._memory.peak
 
-    def reset_peak_memory_stats(self, device: Any) -> None:
+    def reset_peak_memory_stats(self, device):
         self._memory.peak = self._memory.bytes
 
 
-def micro_batches(world: World) -> list[dict[str, Any]]:
+def micro_batches(world):
     """Return for each case the peaks of steps, what is chosen for each, and what is not freed."""
     preset = Path.cwd() / f"llama_{world.rank}.json"
     llama = json.loads(find_config("models", "llama_1b").read_text())
@@ -236,7 +228,7 @@ def micro_batches(world: World) -> list[dict[str, Any]]:
         return [_choices(world, preset, *case) | {"left": memory.bytes} for case in CASES]
 
 
-def _choices(world: World, preset: Path, length: int, recomputes: bool) -> dict[str, Any]:
+def _choices(world, preset, length, recomputes):
     settings = [
         *(f"model.preset={preset}", f"model.sequence_length={length}", "model.vocabulary=3136"),
         *(f"model.activation_checkpointing={str(recomputes).lower()}", "data.tokenizer=unknown"),
@@ -250,7 +242,7 @@ def _choices(world: World, preset: Path, length: int, recomputes: bool) -> dict[
     )
 
     @functools.cache
-    def step(micro_batch_size: int) -> tuple[int, int, int]:
+    def step(micro_batch_size):
         batch = dataclasses.replace(
             planned.batch,
             micro_batch_size=micro_batch_size,
@@ -261,7 +253,7 @@ def _choices(world: World, preset: Path, length: int, recomputes: bool) -> dict[
             run, dataclasses.replace(planned, choice=choice, batch=batch), world
         )
 
-    def chosen(limit: float, formula: int) -> int:
+    def chosen(limit, formula):
         choice = dataclasses.replace(planned.choice, micro_batch_size=formula)
         return largest_micro(loaded, choice, ranks=world.world_size, limit=limit, measure=step)
 
@@ -278,9 +270,7 @@ def _choices(world: World, preset: Path, length: int, recomputes: bool) -> dict[
 
 
 @pytest.mark.slow
-def test_an_automatic_micro_batch_fits_and_is_no_less_than_half_of_the_largest(
-    tmp_path: Path,
-) -> None:
+def test_an_automatic_micro_batch_fits_and_is_no_less_than_half_of_the_largest(tmp_path):
     (cases,) = on_ranks(micro_batches, folder=tmp_path, ranks=1)
     for case in cases:
         peaks = case["peaks"]
@@ -295,32 +285,30 @@ def test_an_automatic_micro_batch_fits_and_is_no_less_than_half_of_the_largest(
 class MeasuredEngine:
     """Notes what a measured step does, on a GPU with room for 4 sequences."""
 
-    def __init__(
-        self, calls: list[str], micro_batch_size: int, error: Exception | None = None
-    ) -> None:
+    def __init__(self, calls, micro_batch_size, error=None):
         self.calls, self.micro_batch_size, self.error = calls, micro_batch_size, error
 
-    def begin_step(self, passes: int) -> None:
+    def begin_step(self, passes):
         self.calls.append(f"{passes} passes of {self.micro_batch_size}")
 
-    def accumulate(self, *tokens: torch.Tensor) -> None:
+    def accumulate(self, *tokens):
         if self.error is not None:
             raise self.error
         if self.micro_batch_size > 4:
             raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    def update(self, learning_rate: float) -> None: ...
+    def update(self, learning_rate): ...
 
-    def close(self) -> None: ...
+    def close(self): ...
 
 
 @pytest.fixture
-def measured_steps(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def measured_steps(monkeypatch):
     """Fake GPUs of 80 GB; a first entry is the error of their passes."""
     calls: list[Any] = []
     gpus(monkeypatch, (9, 0), (9, 0))
 
-    def assemble(loaded: LoadedRun, planned: Plan, world: World, model: None) -> Any:
+    def assemble(loaded, planned, world, model):
         error = calls[0] if calls and isinstance(calls[0], Exception) else None
         return MeasuredEngine(calls, planned.batch.micro_batch_size, error)
 
@@ -343,7 +331,7 @@ AUTO_MICRO = [
 ]
 
 
-def test_a_rank_that_lacks_memory_measures_a_smaller_micro_batch(measured_steps: list[Any]) -> None:
+def test_a_rank_that_lacks_memory_measures_a_smaller_micro_batch(measured_steps):
     _, planned = settled("gpt2_124m", *AUTO_MICRO, world=ONE_GPU)
     micro_batch_sizes = [32, 16, 8, 4]
     steps = [
@@ -357,8 +345,8 @@ def test_a_rank_that_lacks_memory_measures_a_smaller_micro_batch(measured_steps:
     assert planned.batch.micro_batch_size >= 4
 
 
-def test_several_ranks_that_lack_memory_end_the_start(measured_steps: list[Any]) -> None:
-    def action(world: World) -> Plan:
+def test_several_ranks_that_lack_memory_end_the_start(measured_steps):
+    def action(world):
         on_gpus = dataclasses.replace(world, device_kind="cuda")
         return settled("gpt2_124m", *AUTO_MICRO, world=on_gpus)[1]
 
@@ -368,7 +356,7 @@ def test_several_ranks_that_lack_memory_end_the_start(measured_steps: list[Any])
         )
 
 
-def test_another_failure_of_the_measured_step_is_named(measured_steps: list[Any]) -> None:
+def test_another_failure_of_the_measured_step_is_named(measured_steps):
     measured_steps.append(RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED"))
     with pytest.raises(TrainingError) as raised:
         settled("gpt2_124m", *AUTO_MICRO, world=ONE_GPU)
@@ -379,7 +367,7 @@ def test_another_failure_of_the_measured_step_is_named(measured_steps: list[Any]
     )
 
 
-def test_a_missing_tokenizer_is_reported_before_training() -> None:
+def test_a_missing_tokenizer_is_reported_before_training():
     (line,) = tokenizer_lines(DataConfig(source="tokens", tokenizer="gpt2"))
     assert "final_model/ will hold no tokenizer" in line and "Set data.bpe_folder" in line
     for settings in ({"bpe_folder": "bpe", "tokenizer": "gpt2"}, {"tokenizer": "bytes"}, {}):

@@ -1,6 +1,5 @@
 import json
 import types
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from torch._C._autograd import DeviceType
 from refocused.train.step.profile import StepProfiler, idle_share
 
 
-def traced(folder: Path, *, steps: int, made: int) -> list[str]:
+def traced(folder, *, steps, made):
     """Run some steps with a profiler; return its messages."""
     told: list[str] = []
     clock = Clock()
@@ -28,7 +27,7 @@ def traced(folder: Path, *, steps: int, made: int) -> list[str]:
     return told
 
 
-def test_the_steps_after_the_warm_up_are_traced_and_no_others(tmp_path: Path) -> None:
+def test_the_steps_after_the_warm_up_are_traced_and_no_others(tmp_path):
     (told,) = traced(tmp_path / "profile", steps=3, made=7)
     trace = json.loads((tmp_path / "profile" / "steps_3-5.trace.json").read_text())
     names = [event.get("name") for event in trace["traceEvents"]]
@@ -42,7 +41,7 @@ def test_the_steps_after_the_warm_up_are_traced_and_no_others(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("made", [0, 4])
-def test_too_few_steps_write_no_trace_and_warn(tmp_path: Path, made: int) -> None:
+def test_too_few_steps_write_no_trace_and_warn(tmp_path, made):
     (told,) = traced(tmp_path / "profile", steps=3, made=made)
     assert told == (
         f"not written: it takes 2 steps to warm up and 3 to trace; this session made {made}"
@@ -50,7 +49,7 @@ def test_too_few_steps_write_no_trace_and_warn(tmp_path: Path, made: int) -> Non
     assert not (tmp_path / "profile").exists()
 
 
-def event(begin: float, end: float, *, named: bool = False) -> types.SimpleNamespace:
+def event(begin, end, *, named=False):
     return types.SimpleNamespace(
         device_type=DeviceType.CUDA,
         is_user_annotation=named,
@@ -58,7 +57,7 @@ def event(begin: float, end: float, *, named: bool = False) -> types.SimpleNames
     )
 
 
-def test_overlapping_kernels_count_once_and_ranges_not_at_all() -> None:
+def test_overlapping_kernels_count_once_and_ranges_not_at_all():
     kernels = [event(1e6 * b, 1e6 * e) for b, e in [(3, 4), (0, 2), (1, 2.5), (1.2, 1.4)]]
     events = [event(0, 5e6, named=True), *kernels]
     profiler: Any = types.SimpleNamespace(events=lambda: events)
@@ -66,7 +65,7 @@ def test_overlapping_kernels_count_once_and_ranges_not_at_all() -> None:
 
 
 @pytest.mark.gpu
-def test_kernels_of_a_gpu_leave_some_time_idle(tmp_path: Path) -> None:
+def test_kernels_of_a_gpu_leave_some_time_idle(tmp_path):
     told: list[str] = []
     profiler = StepProfiler(tmp_path, steps=2, on_gpu=True, report=told.append, warm_up_steps=2)
     matrix = torch.ones(1024, 1024, device="cuda")

@@ -7,7 +7,6 @@ import os
 import random
 import socket
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,13 +22,12 @@ from refocused.metrics.jsonl import JsonLines
 from refocused.metrics.meter import MARKED_EVERY
 from refocused.metrics.rank_times import WINDOW
 from refocused.metrics.trackers import Histogram
-from refocused.system.world import World
 from refocused.train.step.state import TrainState
 
 pytestmark = pytest.mark.usefixtures("screen")
 
 
-def test_a_step_is_recorded_with_the_engines_figures(tmp_path: Path) -> None:
+def test_a_step_is_recorded_with_the_engines_figures(tmp_path):
     engine = FakeEngine([], norm=0.75, scale=4096.0, skipped_steps=3)
     session = Reporting(tmp_path, engine=engine)
     session.step(TrainState(step=1, position=Position(2, 5)), seconds=1.0)
@@ -40,9 +38,7 @@ def test_a_step_is_recorded_with_the_engines_figures(tmp_path: Path) -> None:
     assert "sources" not in record
 
 
-def test_a_validation_is_reported_with_its_perplexity(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_validation_is_reported_with_its_perplexity(tmp_path, caplog):
     session = Reporting(tmp_path)
     best = TrainState(step=1500, tokens=90).after_validation(2.0)
     session.reporter.validation(best, 12.4, {})
@@ -59,9 +55,7 @@ def test_a_validation_is_reported_with_its_perplexity(
     assert mixed["sources"] == {"code": {"validation_loss": 2.5}, "web": {"validation_loss": 3.25}}
 
 
-def test_events_are_written_and_failures_are_warnings(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_events_are_written_and_failures_are_warnings(tmp_path, caplog):
     session = Reporting(tmp_path)
     told: list[tuple[str, str, dict[str, object]]] = [
         ("start", "from step 0", {}),
@@ -78,8 +72,8 @@ def test_events_are_written_and_failures_are_warnings(
         assert event.items() >= {"kind": kind, "text": text, **facts}.items()
 
 
-def test_losses_are_means_over_ranks_and_steps_written_by_rank_0(tmp_path: Path) -> None:
-    def action(world: World) -> list[float | None]:
+def test_losses_are_means_over_ranks_and_steps_written_by_rank_0(tmp_path):
+    def action(world):
         session = Reporting(tmp_path / str(world.rank), world=world)
         found = []
         two_steps = [torch.tensor([1.0, 3.0]), torch.tensor([5.0, 7.0])]  # of two passes
@@ -103,9 +97,9 @@ def test_losses_are_means_over_ranks_and_steps_written_by_rank_0(tmp_path: Path)
 
 @pytest.mark.parametrize(("phase", "waited"), [("backward", 0.0), ("data", 0.75)])
 def test_the_rank_that_works_longest_is_recorded_and_named_once_it_is_slow(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, phase: str, waited: float
-) -> None:
-    def action(world: World) -> None:
+    tmp_path, caplog, phase, waited
+):
+    def action(world):
         session = Reporting(tmp_path / str(world.rank), world=world)
         meter, clock = session.meter, session.clock
         for step in range(1, MARKED_EVERY * WINDOW + 1):
@@ -135,7 +129,7 @@ def test_the_rank_that_works_longest_is_recorded_and_named_once_it_is_slow(
     assert of_ranks[0]["ranks_wait_seconds"] == [0.5, 0.0]
 
 
-def test_the_state_file_has_the_progress_of_the_run(tmp_path: Path) -> None:
+def test_the_state_file_has_the_progress_of_the_run(tmp_path):
     local = iter([3, 4])
     session = Reporting(tmp_path, more_of_state=lambda: {"shards_local": next(local)})
     session.step(TrainState(step=40, tokens=24_000, position=Position(0, 80)), seconds=2.0)
@@ -155,7 +149,7 @@ def test_the_state_file_has_the_progress_of_the_run(tmp_path: Path) -> None:
     assert session.state_file().items() >= ended.items()
 
 
-def test_a_line_reads_the_device_once(tmp_path: Path) -> None:
+def test_a_line_reads_the_device_once(tmp_path):
     session, reads = Reporting(tmp_path), []
     session.meter.lap("step")
 
@@ -171,7 +165,7 @@ def test_a_line_reads_the_device_once(tmp_path: Path) -> None:
     assert reads == ["tolist"]
 
 
-def test_trackers_get_every_record(tmp_path: Path) -> None:
+def test_trackers_get_every_record(tmp_path):
     session = Reporting(tmp_path)
     listening = Listening(session)
     state = session.step(TrainState(step=40), seconds=2.0)
@@ -192,7 +186,7 @@ def test_trackers_get_every_record(tmp_path: Path) -> None:
     assert drawn.edges == [-1.0, 0.0, 1.0]
 
 
-def test_trackers_are_closed_once(tmp_path: Path) -> None:
+def test_trackers_are_closed_once(tmp_path):
     session = Reporting(tmp_path)
     listening = Listening(session)
     session.reporter.write_failure(TrainState(), RuntimeError("lost"), 1)
@@ -200,7 +194,7 @@ def test_trackers_are_closed_once(tmp_path: Path) -> None:
     assert listening.ends == [(1, 5.0)]
 
 
-def test_cost_includes_lost_steps_and_earlier_attempts(tmp_path: Path) -> None:
+def test_cost_includes_lost_steps_and_earlier_attempts(tmp_path):
     first = Reporting(tmp_path, per_hour_usd=100.0)
     first.reporter.start(TrainState())
     saved = first.step(TrainState(step=10), seconds=36.0)
@@ -224,12 +218,8 @@ def test_cost_includes_lost_steps_and_earlier_attempts(tmp_path: Path) -> None:
     ],
 )
 def test_cost_includes_hangs_crashes_and_restarts(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    sampled: float | None,
-    command_began: float | None,
-    lost: float,
-) -> None:
+    tmp_path, monkeypatch, sampled, command_began, lost
+):
     first = Reporting(tmp_path, per_hour_usd=3600.0)
     first.reporter.start(TrainState())
     saved = first.step(TrainState(step=10), seconds=30.0)
@@ -248,7 +238,7 @@ def test_cost_includes_hangs_crashes_and_restarts(
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_all_records_have_the_same_final_cost(tmp_path: Path, fails: bool) -> None:
+def test_all_records_have_the_same_final_cost(tmp_path, fails):
     session = Reporting(tmp_path, per_hour_usd=100.0)
     trackers = Listening(session)
     session.reporter.start(TrainState())
@@ -265,14 +255,14 @@ def test_all_records_have_the_same_final_cost(tmp_path: Path, fails: bool) -> No
     assert last.get("finished", False) is not fails
 
 
-def test_without_a_price_the_cost_does_not_change(tmp_path: Path) -> None:
+def test_without_a_price_the_cost_does_not_change(tmp_path):
     session = Reporting(tmp_path)
     assert session.step(TrainState(step=1), seconds=9.0).cost_usd is None
     session.reporter.begin(TrainState(seconds=1.0, cost_usd=4.5))
     assert session.step(TrainState(step=2), seconds=9.0).cost_usd == 4.5
 
 
-def test_speed_mfu_and_time_left_by_hand(tmp_path: Path) -> None:
+def test_speed_mfu_and_time_left_by_hand(tmp_path):
     session = Reporting(tmp_path, per_hour_usd=36.0)
     session.step(TrainState(step=40, tokens=24_000), seconds=2.0)
     record = session.records()[0]
@@ -301,7 +291,7 @@ def test_speed_mfu_and_time_left_by_hand(tmp_path: Path) -> None:
     assert session.records()[2]["step_seconds"] == 4.0
 
 
-def test_the_warm_up_of_the_batch_by_hand(tmp_path: Path) -> None:
+def test_the_warm_up_of_the_batch_by_hand(tmp_path):
     plan = dataclasses.replace(PLAN, warmup_steps=3)  # 1, 1, 2, 3 passes
     session = Reporting(tmp_path, plan=plan)
     state = TrainState().after_step(session.plan, Position())
@@ -312,7 +302,7 @@ def test_the_warm_up_of_the_batch_by_hand(tmp_path: Path) -> None:
     assert record["seconds_left"] == pytest.approx((1 + 2 + 97 * 3) * 2.0)  # two seconds a pass
 
 
-def test_the_time_left_is_accurate_for_uneven_steps(tmp_path: Path) -> None:
+def test_the_time_left_is_accurate_for_uneven_steps(tmp_path):
     total, draw = 3000, random.Random(0)
     cadence = Cadence(log=20, validation=100, checkpoint=250)
     session, told = Reporting(tmp_path, total_steps=total, cadence=cadence), {}
@@ -338,9 +328,7 @@ def test_the_time_left_is_accurate_for_uneven_steps(tmp_path: Path) -> None:
     assert abs(errors[worst]) < 0.15, (worst, errors[worst])
 
 
-def test_an_impossible_mfu_is_omitted_with_one_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_impossible_mfu_is_omitted_with_one_warning(tmp_path, caplog):
     session = Reporting(tmp_path)
     for step in (1, 2):
         session.step(TrainState(step=step), seconds=0.4)  # 1,500 tokens a second: 125 %
@@ -353,7 +341,7 @@ def test_an_impossible_mfu_is_omitted_with_one_warning(
     assert session.records()[-1]["mfu_fraction"] == 1.0  # all that a GPU can do
 
 
-def test_waits_are_booked_since_the_last_line_also_after_a_rewind(tmp_path: Path) -> None:
+def test_waits_are_booked_since_the_last_line_also_after_a_rewind(tmp_path):
     session = Reporting(tmp_path)
     session.reporter.start(TrainState())
     for step, waited in ((1, 2.0), (2, 7.0), (3, 7.0)):
@@ -374,9 +362,7 @@ def test_waits_are_booked_since_the_last_line_also_after_a_rewind(tmp_path: Path
     saves=st.integers(0, 20),
     save_best=st.booleans(),
 )
-def test_the_remaining_actions_are_those_of_the_loop(
-    step: int, more: int, interval: int, saves: int, save_best: bool
-) -> None:
+def test_the_remaining_actions_are_those_of_the_loop(step, more, interval, saves, save_best):
     total = step + more
     cadence = Cadence(log=1, validation=interval, checkpoint=saves, save_best=save_best)
     to_come = range(step, total + 1)  # a step's validation and save come after its log line

@@ -5,7 +5,6 @@ import json
 import os
 import threading
 import time
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -33,17 +32,15 @@ from refocused.train.lifecycle.run_folder import (
 from refocused.train.lifecycle.trainer import Request
 
 
-def on_two_nodes(world: World) -> World:
+def on_two_nodes(world):
     return dataclasses.replace(world, local_rank=0, local_world_size=1, node=world.rank)
 
 
 @pytest.mark.parametrize(("machines", "shared"), [(1, True), (2, True), (2, False)])
-def test_storage_ranks_are_rank_0_or_the_first_of_each_machine(
-    tmp_path: Path, machines: int, shared: bool
-) -> None:
+def test_storage_ranks_are_rank_0_or_the_first_of_each_machine(tmp_path, machines, shared):
     folders = [tmp_path / "one", tmp_path / ("one" if shared else "other")]
 
-    def action(world: World) -> World:
+    def action(world):
         if machines == 2:
             world = on_two_nodes(world)
         return dataclasses.replace(find_storage_ranks(folders[world.rank], world), _control=None)
@@ -56,7 +53,7 @@ def test_storage_ranks_are_rank_0_or_the_first_of_each_machine(
     assert not any(folder.exists() for folder in folders)  # made for the question alone
 
 
-def test_ranks_of_one_machine_see_one_folder(tmp_path: Path) -> None:
+def test_ranks_of_one_machine_see_one_folder(tmp_path):
     folders = [tmp_path / "one", tmp_path / "other"]
     for folder in folders:
         folder.mkdir()
@@ -68,8 +65,8 @@ def test_ranks_of_one_machine_see_one_folder(tmp_path: Path) -> None:
     assert [list(folder.iterdir()) for folder in folders] == [[], []]
 
 
-def test_machines_are_numbered_by_their_first_ranks(tmp_path: Path) -> None:
-    def action(world: World) -> int:
+def test_machines_are_numbered_by_their_first_ranks(tmp_path):
+    def action(world):
         world = dataclasses.replace(on_two_nodes(world), node=(7, 3)[world.rank])
         return find_storage_ranks(tmp_path / str(world.rank), world).node
 
@@ -77,12 +74,10 @@ def test_machines_are_numbered_by_their_first_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_a_mirror_folder_not_shared_by_the_machines_is_rejected(
-    tmp_path: Path, shared: bool
-) -> None:
+def test_a_mirror_folder_not_shared_by_the_machines_is_rejected(tmp_path, shared):
     folders = [tmp_path / "one", tmp_path / ("one" if shared else "other")]
 
-    def action(world: World) -> None:
+    def action(world):
         world = dataclasses.replace(on_two_nodes(world), storage_ranks=2)
         require_one_mirror(None, world)
         require_one_mirror("gs://bucket/prefix", world)
@@ -93,7 +88,7 @@ def test_a_mirror_folder_not_shared_by_the_machines_is_rejected(
         assert shared or "another one on each machine" in str(rank.error)
 
 
-def selected(folder: Path, world: World, resume: str, *, parent: str | None = None) -> Selection:
+def selected(folder, world, resume, *, parent=None):
     """Select for the run `run` of a folder, without a mirror."""
     run, checkpoint = SimpleNamespace(directory=str(folder), name="run"), CheckpointConfig()
     config = cast("Any", SimpleNamespace(run=run, checkpoint=checkpoint))
@@ -101,8 +96,8 @@ def selected(folder: Path, world: World, resume: str, *, parent: str | None = No
     return select(config, request, world)
 
 
-def test_machines_with_own_disks_cannot_import(tmp_path: Path) -> None:
-    def action(world: World) -> None:
+def test_machines_with_own_disks_cannot_import(tmp_path):
+    def action(world):
         world = dataclasses.replace(on_two_nodes(world), storage_ranks=2)
         selected(tmp_path / str(world.rank), world, "gs://other/run/checkpoint_step_5")
 
@@ -111,14 +106,14 @@ def test_machines_with_own_disks_cannot_import(tmp_path: Path) -> None:
         assert "resume from this run's steps alone" in str(rank.error)
 
 
-def test_a_new_run_must_not_exist(tmp_path: Path) -> None:
+def test_a_new_run_must_not_exist(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "state.json").touch()
     with pytest.raises(CheckpointError, match=r"exists in .*To continue that run, give --run"):
         selected(tmp_path, World(), "5", parent="first")
 
 
-def test_only_a_stop_that_is_older_than_the_launch_is_cleared(tmp_path: Path) -> None:
+def test_only_a_stop_that_is_older_than_the_launch_is_cleared(tmp_path):
     now, stop = time.monotonic(), tmp_path / "STOP"
     assert not has_newer_stop(tmp_path, now - 100)
     stop.touch()
@@ -129,7 +124,7 @@ def test_only_a_stop_that_is_older_than_the_launch_is_cleared(tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == [stop]
 
 
-def test_a_start_is_shown_and_leaves_no_trace_if_it_does_not_train(tmp_path: Path) -> None:
+def test_a_start_is_shown_and_leaves_no_trace_if_it_does_not_train(tmp_path):
     run = tmp_path / "run"
     first = StartNotice(run)
     first.show("starts its ranks")
@@ -156,7 +151,7 @@ def test_a_start_is_shown_and_leaves_no_trace_if_it_does_not_train(tmp_path: Pat
 
 
 @pytest.mark.parametrize("is_here", [True, False])
-def test_a_start_leaves_the_state_of_a_run_that_trains(tmp_path: Path, is_here: bool) -> None:
+def test_a_start_leaves_the_state_of_a_run_that_trains(tmp_path, is_here):
     parent = identify(os.getppid())
     assert parent is not None
     host = {} if is_here else {"host": "node-7"}
@@ -170,7 +165,7 @@ def test_a_start_leaves_the_state_of_a_run_that_trains(tmp_path: Path, is_here: 
     assert json.loads(file.read_text())["status"] == "starting"
 
 
-def test_a_second_start_is_rejected_during_training(tmp_path: Path) -> None:
+def test_a_second_start_is_rejected_during_training(tmp_path):
     first = claim_run(tmp_path / "run")
     claim_run(tmp_path / "other", timeout_seconds=0.0).release()  # another name, another lock
     with pytest.raises(TrainingError, match="is being trained by another process") as told:
@@ -180,14 +175,12 @@ def test_a_second_start_is_rejected_during_training(tmp_path: Path) -> None:
     claim_run(tmp_path / "run", timeout_seconds=0.0).release()
 
 
-def test_a_start_waits_for_a_run_that_is_stopping(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_start_waits_for_a_run_that_is_stopping(tmp_path, monkeypatch):
     first = claim_run(tmp_path)
     asked = []
 
     class Watched(FileLock):
-        def acquire(self) -> bool:
+        def acquire(self):
             asked.append(super().acquire())
             if len(asked) == 2:  # refused twice: now the other one ends
                 threading.Thread(target=first.release).start()
@@ -206,9 +199,7 @@ def test_a_start_waits_for_a_run_that_is_stopping(
         ({}, ""),
     ],
 )
-def test_a_start_names_the_ids_that_it_adds_or_cuts(
-    changed: dict[str, range], said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_start_names_the_ids_that_it_adds_or_cuts(changed, said, monkeypatch):
     monkeypatch.setattr(resume, "loss_on_random_tokens", lambda _trainer, ids: 6.25)
     log: Log = []
     engine = SimpleNamespace(load_weights=lambda _fill: None)

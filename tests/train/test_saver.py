@@ -6,8 +6,6 @@ import os
 import re
 import shutil
 import threading
-from pathlib import Path
-from typing import Any
 
 import pytest
 from checkpoints.fake_owner import FACTS
@@ -22,11 +20,10 @@ from refocused.checkpoints.step.checkpoint_directory import (
 from refocused.data.order.sequences import Position
 from refocused.system.errors import CheckpointError, ConfigError, TrainingError
 from refocused.system.locks import FileLock
-from refocused.system.world import World
 from refocused.train.step.state import TrainState
 
 
-def test_a_saved_state_includes_time_and_cost(tmp_path: Path) -> None:
+def test_a_saved_state_includes_time_and_cost(tmp_path):
     session = Saving(tmp_path)
     state = session.save(10, loss=2.0)
     assert state == TrainState(step=10, loss=2.0, seconds=7.0)
@@ -37,18 +34,18 @@ def test_a_saved_state_includes_time_and_cost(tmp_path: Path) -> None:
     assert session.saver.failures == 0
 
 
-def take(session: Saving, name: str, *, seconds: float) -> None:
+def take(session, name, *, seconds):
     """Let a method of the owner take some time."""
     act = getattr(session.owner, name)
 
-    def slowly(folder: Path) -> Any:
+    def slowly(folder):
         session.clock.now += seconds
         return act(folder)
 
     setattr(session.owner, name, slowly)
 
 
-def test_a_save_is_reported_with_its_time(tmp_path: Path) -> None:
+def test_a_save_is_reported_with_its_time(tmp_path):
     session = Saving(tmp_path)
     take(session, "save_shards", seconds=4.0)
     session.save(1500)
@@ -70,7 +67,7 @@ def test_a_save_is_reported_with_its_time(tmp_path: Path) -> None:
     assert session.meter.seconds_left({"step": 1, "save": 1}) == 5.0
 
 
-def test_a_resumed_step_is_not_saved_again_unless_imported(tmp_path: Path) -> None:
+def test_a_resumed_step_is_not_saved_again_unless_imported(tmp_path):
     session = Saving(tmp_path)
     session.save(10, 10)
     assert session.log == ["save:" + " save      10 local 0 s"]
@@ -83,13 +80,11 @@ def test_a_resumed_step_is_not_saved_again_unless_imported(tmp_path: Path) -> No
     assert other.there() == [10]
 
 
-def disk_with(free: int) -> Any:
+def disk_with(free):
     return lambda _: shutil._ntuple_diskusage(10**12, 10**12 - free, free)  # type: ignore[attr-defined]
 
 
-def test_a_start_removes_leftovers_of_killed_saves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_start_removes_leftovers_of_killed_saves(tmp_path, monkeypatch):
     left, download, removal = (
         tmp_path / name
         for name in (".tmp-checkpoint_step_9-1a2b3c4d", ".tmp-checkpoint_step_7-fetch", ".del-x")
@@ -111,9 +106,7 @@ def test_a_start_removes_leftovers_of_killed_saves(
     assert not download.exists()
 
 
-def test_without_room_or_rights_neither_a_start_nor_a_save_begins(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_room_or_rights_neither_a_start_nor_a_save_begins(tmp_path, monkeypatch):
     session = Saving(tmp_path / "checkpoints", least_bytes=14_400_000_000)
     way_out = "set run.directory to a folder on another disk"
     lacks = "has 10.00 GB free, and a save needs about 14.40 GB"
@@ -124,7 +117,7 @@ def test_without_room_or_rights_neither_a_start_nor_a_save_begins(
     assert session.log[-1].startswith("save_failed: checkpoint_step_10 was not saved: ")
     assert lacks in session.log[-1] and session.there() == []
 
-    def refuse(_: int) -> None:
+    def refuse(_):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     monkeypatch.setattr(os, "fsync", refuse)
@@ -133,9 +126,7 @@ def test_without_room_or_rights_neither_a_start_nor_a_save_begins(
         session.saver.checkpointer.prepare()
 
 
-def test_a_low_disk_is_cleaned_before_a_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_low_disk_is_cleaned_before_a_save(tmp_path, monkeypatch):
     session = Saving(tmp_path, keep=5)
     session.save(10, 20, 30, 40)
     (tmp_path / ".del-x").mkdir()
@@ -145,7 +136,7 @@ def test_a_low_disk_is_cleaned_before_a_save(
     assert session.there() == [30, 40]  # and even so there is no room for another
 
 
-def test_other_data_start_a_new_pass(tmp_path: Path) -> None:
+def test_other_data_start_a_new_pass(tmp_path):
     Saving(tmp_path).save(10, position=Position(sequences=32))
     other = dataclasses.replace(FACTS, data_fingerprint="beef")
     saver = Saving(tmp_path, facts=other, allowed=("data",)).saver
@@ -154,13 +145,11 @@ def test_other_data_start_a_new_pass(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("in_background", [False, True])
-def test_repeated_save_failures_stop_the_run_on_both_ranks(
-    tmp_path: Path, in_background: bool
-) -> None:
-    def action(world: World) -> None:
+def test_repeated_save_failures_stop_the_run_on_both_ranks(tmp_path, in_background):
+    def action(world):
         session = Saving(tmp_path, world=world, max_failed_saves=2, in_background=in_background)
 
-        def save(step: int, *, full: bool) -> None:
+        def save(step, *, full):
             session.owner.disk_is_full = full and world.rank == 1
             session.saver.save(TrainState(step=step), wait=not in_background)
             session.saver.commit(wait=True)
@@ -178,7 +167,7 @@ def test_repeated_save_failures_stop_the_run_on_both_ranks(
         assert "checkpoint_step_40 was not saved: No space left" in str(ended.error)
 
 
-def test_an_unloadable_save_stops_the_run(tmp_path: Path) -> None:
+def test_an_unloadable_save_stops_the_run(tmp_path):
     session = Saving(tmp_path, max_failed_saves=3)
     session.owner.writes_an_object = True
     with pytest.raises(CheckpointError, match=r"its checkpoints cannot be loaded\. .*_step_10 was"):
@@ -186,7 +175,7 @@ def test_an_unloadable_save_stops_the_run(tmp_path: Path) -> None:
     assert session.there() == []
 
 
-def test_only_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
+def test_only_the_newest_and_the_best_are_kept(tmp_path):
     session = Saving(tmp_path)
     session.save(10)
     session.save(20, validation_loss=1.0, validation_step=20)
@@ -196,7 +185,7 @@ def test_only_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
     assert session.there() == [50, 60]
 
 
-def test_a_step_that_is_not_mirrored_is_kept(tmp_path: Path) -> None:
+def test_a_step_that_is_not_mirrored_is_kept(tmp_path):
     mirror = FakeMirror([], status_of_mirror(mirrored=(20,)))
     session = Saving(tmp_path, mirror=mirror)
     session.save(10, 20, 30, 40)
@@ -206,10 +195,8 @@ def test_a_step_that_is_not_mirrored_is_kept(tmp_path: Path) -> None:
     assert session.there() == [10, 30, 40, 50]
 
 
-def test_what_cannot_be_removed_fails_no_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(path: Path) -> None:
+def test_what_cannot_be_removed_fails_no_save(tmp_path, monkeypatch):
+    def refuse(path):
         raise OSError("busy")
 
     monkeypatch.setattr("refocused.checkpoints.step.retention.remove_checkpoint", refuse)
@@ -218,7 +205,7 @@ def test_what_cannot_be_removed_fails_no_save(
     assert (session.there(), session.saver.failures) == ([10, 20, 30], 0)
 
 
-def test_resuming_an_earlier_step_saves_on_a_new_branch(tmp_path: Path) -> None:
+def test_resuming_an_earlier_step_saves_on_a_new_branch(tmp_path):
     Saving(tmp_path, keep=5).save(10, 20, 30)
     branch = Branch(run_id="a", number=2, ancestry=((1, 20),))
     session = Saving(tmp_path, keep=3, branch=branch)
@@ -235,13 +222,13 @@ def test_resuming_an_earlier_step_saves_on_a_new_branch(tmp_path: Path) -> None:
     ]
 
 
-def test_a_step_missing_on_one_machine_is_set_aside_on_the_others(tmp_path: Path) -> None:
+def test_a_step_missing_on_one_machine_is_set_aside_on_the_others(tmp_path):
     on_machines(tmp_path, lambda session: session.save(10, 20))
     (tmp_path / "machine_1" / "checkpoint_step_20").rename(
         tmp_path / "machine_1" / ".tmp-checkpoint_step_20-killed"
     )
 
-    def go_on(session: Saving) -> list[int | None]:
+    def go_on(session):
         session.saver.load(read_checkpoint(session.folder / "checkpoint_step_10"))
         session.saver.set_aside([session.folder / "checkpoint_step_20"])
         there = session.there()
@@ -256,23 +243,23 @@ def test_a_step_missing_on_one_machine_is_set_aside_on_the_others(tmp_path: Path
 
 
 @pytest.fixture
-def slow(tmp_path: Path) -> Saving:
+def slow(tmp_path):
     """A session whose disk writes when `may_write` is set."""
     session = Saving(tmp_path, in_background=True)
     session.owner.may_write = threading.Event()
     return session
 
 
-def begin(session: Saving, step: int) -> None:
+def begin(session, step):
     session.saver.save(TrainState(step=step), wait=False)
 
 
-def let_it_write(session: Saving) -> None:
+def let_it_write(session):
     assert session.owner.may_write is not None
     session.owner.may_write.set()
 
 
-def test_the_stall_is_copy_and_commit_without_writing(slow: Saving) -> None:
+def test_the_stall_is_copy_and_commit_without_writing(slow):
     take(slow, "copy_shards", seconds=3.0)
     begin(slow, 10)
     slow.saver.commit()
@@ -290,7 +277,7 @@ def test_the_stall_is_copy_and_commit_without_writing(slow: Saving) -> None:
     assert slow.meter.seconds_left({"save": 2}) == 8.0
 
 
-def test_a_save_due_too_early_waits_with_a_warning(slow: Saving) -> None:
+def test_a_save_due_too_early_waits_with_a_warning(slow):
     begin(slow, 10)
     threading.Timer(0.05, lambda: let_it_write(slow)).start()
     begin(slow, 20)
@@ -303,9 +290,7 @@ def test_a_save_due_too_early_waits_with_a_warning(slow: Saving) -> None:
 
 
 @pytest.mark.parametrize(("step", "there"), [(10, [10]), (20, [10, 20])])
-def test_a_synchronous_save_finishes_the_one_before(
-    slow: Saving, step: int, there: list[int]
-) -> None:
+def test_a_synchronous_save_finishes_the_one_before(slow, step, there):
     begin(slow, 10)
     let_it_write(slow)
     slow.saver.save(TrainState(step=step))
@@ -316,7 +301,7 @@ def test_a_synchronous_save_finishes_the_one_before(
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_an_error_on_all_ranks_leaves_a_complete_checkpoint(slow: Saving, shared: bool) -> None:
+def test_an_error_on_all_ranks_leaves_a_complete_checkpoint(slow, shared):
     error = TrainingError("the loss is not finite")
     error.on_every_rank = shared
     with pytest.raises(TrainingError), slow.saver.finishing():
@@ -341,11 +326,11 @@ STATE = TrainState(
 )
 
 
-def through_json(state: TrainState) -> TrainState:
+def through_json(state):
     return TrainState.from_record(json.loads(json.dumps(state.as_record(), allow_nan=False)))
 
 
-def test_a_state_round_trips_through_json() -> None:
+def test_a_state_round_trips_through_json():
     assert through_json(STATE) == STATE
     assert through_json(TrainState()) == TrainState()
     for value in (math.nan, math.inf):  # which other parsers refuse
@@ -364,14 +349,14 @@ def test_a_state_round_trips_through_json() -> None:
         ({"step": "many"}, "values of another kind"),
     ],
 )
-def test_a_record_of_another_form_is_rejected(changes: dict[str, Any], said: str) -> None:
+def test_a_record_of_another_form_is_rejected(changes, said):
     changed = (STATE.as_record() | changes).items()
     record = {name: value for name, value in changed if value is not ...}
     with pytest.raises(CheckpointError, match=said):
         TrainState.from_record(record)
 
 
-def test_losses_of_other_validation_sets_are_not_compared() -> None:
+def test_losses_of_other_validation_sets_are_not_compared():
     """Regression: `best` stayed the easy set's to the end of the run."""
     easy = TrainState(step=10).after_validation(1.0, of="easy")
     assert (easy.after_validation(0.5, of="easy").best_loss, easy.validation_set) == (0.5, "easy")
@@ -392,9 +377,7 @@ def test_losses_of_other_validation_sets_are_not_compared() -> None:
         (TrainState(step=1).after_validation(math.nan), 5.0, (5.0, 1)),
     ],
 )
-def test_only_a_finite_loss_can_be_the_best(
-    before: TrainState, loss: float, best: tuple[float | None, int | None]
-) -> None:
+def test_only_a_finite_loss_can_be_the_best(before, loss, best):
     after = before.after_validation(loss)
     assert str(after.validation_loss) == str(loss)
     assert after.validation_step == before.step

@@ -6,8 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -29,11 +27,10 @@ from refocused.train.lifecycle.launch_session import (
     write_summary,
 )
 from refocused.train.lifecycle.session import Ancestors, Session, stopped_ranks
-from refocused.train.step.state import TrainState
 from refocused.train.step.stopping import StopReason, StopRequest
 
 
-def begun(launch: Launch | None, rank: int) -> Session:
+def begun(launch, rank):
     """The session of a rank of this launch."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(session, "launch_of", lambda environment: launch)
@@ -41,13 +38,13 @@ def begun(launch: Launch | None, rank: int) -> Session:
 
 
 @pytest.fixture
-def launch() -> Iterator[Launch]:
+def launch():
     created = Launch(began_seconds=12.5, grace_seconds=30.0, command="again")
     yield created
     created.end()
 
 
-def test_ranks_know_their_supervisor_and_it_reads_their_last_notes(launch: Launch) -> None:
+def test_ranks_know_their_supervisor_and_it_reads_their_last_notes(launch):
     assert launch_of(launch.environment) == launch
     assert launch.supervisor == this_process()
     assert launch_of({}) is None
@@ -64,7 +61,7 @@ def test_ranks_know_their_supervisor_and_it_reads_their_last_notes(launch: Launc
     ]
 
 
-def test_a_rank_that_cannot_report_does_not_train(launch: Launch) -> None:
+def test_a_rank_that_cannot_report_does_not_train(launch):
     begun(None, 0).report(exit_code=0)
     unreachable = launch.model_copy(update={"notes_file": 99_999})
     with pytest.raises(
@@ -81,10 +78,10 @@ class EndedError(Exception):
 
 
 @pytest.fixture
-def handlers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def handlers(monkeypatch):
     """Restore the signal handlers, and prevent an exit."""
 
-    def end(code: int) -> None:
+    def end(code):
         raise EndedError(code)
 
     monkeypatch.setattr(os, "_exit", end)
@@ -95,9 +92,7 @@ def handlers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
-def test_a_signal_is_recorded_and_answered_on_the_terminal(
-    number: int, handlers: None, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_signal_is_recorded_and_answered_on_the_terminal(number, handlers, capfd):
     silent, signals = Signals(speaks=False), Signals(speaks=True)
     silent.receive(number)
     signals.install()
@@ -107,7 +102,7 @@ def test_a_signal_is_recorded_and_answered_on_the_terminal(
     assert capfd.readouterr().err == f"\n{STARTING.first}\n"
 
 
-def test_nohup_ignores_the_end_of_the_terminal(handlers: None) -> None:
+def test_nohup_ignores_the_end_of_the_terminal(handlers):
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signals = Signals(speaks=True)
     signals.install()
@@ -115,9 +110,7 @@ def test_nohup_ignores_the_end_of_the_terminal(handlers: None) -> None:
     assert not signals.asked
 
 
-def test_a_burst_of_signals_counts_once_and_the_third_ends_the_process(
-    handlers: None, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_burst_of_signals_counts_once_and_the_third_ends_the_process(handlers, capfd):
     clock = Clock()
     signals = Signals(speaks=True, clock=clock)
     signals.notices = Notices("first")
@@ -135,8 +128,8 @@ def test_a_burst_of_signals_counts_once_and_the_third_ends_the_process(
     assert capfd.readouterr().err == f"\n{ENDING.at_once}\n"
 
 
-def test_a_closed_terminal_does_not_prevent_the_note(monkeypatch: pytest.MonkeyPatch) -> None:
-    def gone(descriptor: int, content: bytes) -> int:
+def test_a_closed_terminal_does_not_prevent_the_note(monkeypatch):
+    def gone(descriptor, content):
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(os, "write", gone)
@@ -145,7 +138,7 @@ def test_a_closed_terminal_does_not_prevent_the_note(monkeypatch: pytest.MonkeyP
     assert signals.asked
 
 
-def test_a_finished_run_has_a_summary(tmp_path: Path) -> None:
+def test_a_finished_run_has_a_summary(tmp_path):
     (tmp_path / "state.json").write_text(json.dumps({"run": "one", "status": "stopped"}))
     assert write_summary(tmp_path) == ""
     assert (tmp_path / "SUMMARY.md").read_text().startswith("# one: stopped\n")
@@ -163,10 +156,10 @@ DEEPSPEED = {41: "python -u -m deepspeed.launcher.launch train.py", 40: "python 
 class Machine:
     """A fake of the kernel's process table, in which a test changes parents."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.folder = folder
 
-    def put(self, pid: int | str, parent: int, command: str = "", **more: str) -> None:
+    def put(self, pid, parent, command="", **more):
         place = self.folder / str(pid)
         place.mkdir(exist_ok=True)
         state = more.pop("state", "S")
@@ -174,21 +167,19 @@ class Machine:
         (place / "cmdline").write_text(command.replace(" ", "\0") + "\0" * bool(command))
         (place / "environ").write_text("".join(f"{name}={more[name]}\0" for name in more))
 
-    def chain(self, commands: Mapping[int, str]) -> None:
+    def chain(self, commands):
         """This process below others, nearest first; the last one's parent is process 1."""
         pids = [*commands, 1]
         self.put("self", pids[0])
         for pid, parent in zip(commands, pids[1:], strict=False):
             self.put(pid, parent, commands[pid])
 
-    def ancestors(
-        self, launch: Launch | None = None, environment: Mapping[str, str] = RANKED
-    ) -> Ancestors:
+    def ancestors(self, launch=None, environment=RANKED):
         return Ancestors(launch, environment=environment, processes=self.folder)
 
 
 @pytest.fixture
-def machine(tmp_path: Path) -> Machine:
+def machine(tmp_path):
     return Machine(tmp_path)
 
 
@@ -203,9 +194,7 @@ def machine(tmp_path: Path) -> Machine:
         ({41: "orted --hnp"}, {"OMPI_COMM_WORLD_RANK": "1"}),
     ],
 )
-def test_the_end_of_any_ancestor_is_noticed(
-    commands: dict[int, str], environment: dict[str, str], machine: Machine
-) -> None:
+def test_the_end_of_any_ancestor_is_noticed(commands, environment, machine):
     for ended in (pid for pid in commands if commands[pid] not in ("-bash", "bash", "sshd:")):
         machine.chain(commands)
         family = machine.ancestors(environment=environment)
@@ -225,9 +214,7 @@ def test_the_end_of_any_ancestor_is_noticed(
         {41: "python any.py"},
     ],
 )
-def test_a_manually_started_rank_survives_its_shell(
-    commands: dict[int, str], machine: Machine
-) -> None:
+def test_a_manually_started_rank_survives_its_shell(commands, machine):
     # A launcher counts only for a rank.
     for environment in ({},) if commands[41] == "python any.py" else ({}, RANKED):
         machine.chain(commands)
@@ -240,7 +227,7 @@ def test_a_manually_started_rank_survives_its_shell(
         assert family.command_line == [] and family.environment == {}
 
 
-def test_a_launcher_that_exited_before_the_rank_started_is_noticed(machine: Machine) -> None:
+def test_a_launcher_that_exited_before_the_rank_started_is_noticed(machine):
     machine.put(1, 0, "/sbin/init")
     machine.chain({41: DEEPSPEED[41]})
     assert machine.ancestors().gone
@@ -254,9 +241,7 @@ def test_a_launcher_that_exited_before_the_rank_started_is_noticed(machine: Mach
 
 @pytest.mark.parametrize("own", ["CROSS_SIZE", "TORCHELASTIC_RUN_ID"])
 @pytest.mark.parametrize("above", [{}, {41: "/bin/sh wrapper.sh"}])
-def test_a_parent_that_launched_nothing_is_noticed_at_first_sight(
-    own: str, above: dict[int, str], machine: Machine
-) -> None:
+def test_a_parent_that_launched_nothing_is_noticed_at_first_sight(own, above, machine):
     environment = {**RANKED, own: "1"}
     for first in ("/sbin/init", "bash", "sleep infinity", "/usr/bin/tini -- sleep 9"):
         machine.put(1, 0, first)
@@ -269,7 +254,7 @@ def test_a_parent_that_launched_nothing_is_noticed_at_first_sight(
     assert machine.ancestors(environment=environment).gone
 
 
-def test_the_end_of_the_supervisor_is_noticed(machine: Machine) -> None:
+def test_the_end_of_the_supervisor_is_noticed(machine):
     machine.chain(DEEPSPEED)
     launch = Launch(began_seconds=0.0, grace_seconds=1.0, command="again")
     assert not machine.ancestors(launch).gone
@@ -278,7 +263,7 @@ def test_the_end_of_the_supervisor_is_noticed(machine: Machine) -> None:
     launch.end()
 
 
-def test_the_kernels_process_table_can_be_read() -> None:
+def test_the_kernels_process_table_can_be_read():
     run = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"test-{os.getpid()}"}
     command = [sys.executable, "-c", "input()"]
     with subprocess.Popen(command, env={**run, "RANK": "3"}, stdin=subprocess.PIPE) as child:
@@ -295,13 +280,7 @@ def test_the_kernels_process_table_can_be_read() -> None:
 NONE = StopReason.NONE
 
 
-def request(
-    folder: Path,
-    world: World | None = None,
-    signals: Signals | None = None,
-    gone: list[bool] | None = None,
-    **limits: Any,
-) -> StopRequest:
+def request(folder, world=None, signals=None, gone=None, **limits):
     """A request of a session that began at second 100."""
     return StopRequest(
         world or World(),
@@ -320,19 +299,19 @@ class Spending:
     usd: float
     said: list[str] = dataclasses.field(default_factory=list)
 
-    def booked(self, state: TrainState) -> TrainState:
+    def booked(self, state):
         return dataclasses.replace(state, cost_usd=self.usd)
 
-    def event(self, kind: str, text: str) -> None:
+    def event(self, kind, text):
         assert kind == "budget_warning"
         self.said.append(text)
 
 
-def budget(usd: float | None, **run: Any) -> Any:
+def budget(usd, **run):
     return config_of(cost={"budget_usd": usd}, run=run)
 
 
-def test_each_stop_reason_is_reported(tmp_path: Path) -> None:
+def test_each_stop_reason_is_reported(tmp_path):
     gone: list[bool] = []
     stop = request(tmp_path, gone=gone)
     assert not stop.agreed()
@@ -347,11 +326,11 @@ def test_each_stop_reason_is_reported(tmp_path: Path) -> None:
     assert stop.agreed() is StopReason.PARENT_GONE
 
 
-def test_a_signal_takes_precedence_over_a_limit(tmp_path: Path) -> None:
+def test_a_signal_takes_precedence_over_a_limit(tmp_path):
     signals, now, spending = Signals(speaks=False), 0.0, cast("Any", Spending(0.0))
     limits = {"config": budget(9.0, time_limit_hours=0.5), "clock": lambda: now}
 
-    def begun() -> StopRequest:
+    def begun():
         return request(tmp_path, signals=signals, reporter=spending, **limits)
 
     stop = begun()
@@ -368,12 +347,12 @@ def test_a_signal_takes_precedence_over_a_limit(tmp_path: Path) -> None:
     assert [stop.agreed(), stop.agreed()] == [StopReason.SIGNAL] * 2
 
 
-def test_two_ranks_agree_on_the_largest_reason(tmp_path: Path) -> None:
+def test_two_ranks_agree_on_the_largest_reason(tmp_path):
     for rank in "01":
         (tmp_path / rank).mkdir()
     (tmp_path / "1" / "STOP").touch()
 
-    def action(world: World) -> list[StopReason]:
+    def action(world):
         signals = Signals(speaks=False)
         # Rank 0 looks for the file and at the limits, rank 1 does not.
         spending = cast("Any", Spending(9.0 * world.rank))
@@ -390,10 +369,8 @@ def test_two_ranks_agree_on_the_largest_reason(tmp_path: Path) -> None:
     assert results(on_two_ranks(action)) == [expected, expected]
 
 
-def test_a_notice_to_any_machine_stops_all_and_is_announced_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    def action(world: World) -> list[StopReason]:
+def test_a_notice_to_any_machine_stops_all_and_is_announced_once(tmp_path, caplog):
+    def action(world):
         given: list[str | None] = [None]
         stop = request(tmp_path, world)
         stop.notice = lambda: given[0]
@@ -410,8 +387,8 @@ def test_a_notice_to_any_machine_stops_all_and_is_announced_once(
     assert said.endswith(": GCE preempts this machine. The run saves and stops.")
 
 
-def test_the_budget_warns_twice_and_then_stops(tmp_path: Path) -> None:
-    def at(*dollars: float) -> tuple[list[StopReason], list[str]]:
+def test_the_budget_warns_twice_and_then_stops(tmp_path):
+    def at(*dollars):
         spending = cast("Any", Spending(0.0))
         stop = request(tmp_path, config=budget(200.0), reporter=spending)
         reasons = []

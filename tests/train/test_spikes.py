@@ -2,13 +2,12 @@
 
 import math
 import random
-from collections.abc import Sequence
 
 import pytest
-from run_fakes import FakeEngine, Log, OnSpike, happened, trainer_of, watch_of
+from run_fakes import FakeEngine, Log, happened, trainer_of, watch_of
 
 from refocused.config.cadence import Cadence
-from refocused.engine.finite_updates import Judge, Limits, UpdateOutcome
+from refocused.engine.finite_updates import Limits
 from refocused.system.errors import CheckpointError, TrainingError
 from refocused.train.lifecycle.resume import go_back
 from refocused.train.step.loop import train
@@ -19,7 +18,7 @@ STEPS = 120
 SPIKE = 100  # a step with enough before it
 
 
-def judged(losses: Sequence[float], norms: Sequence[float]) -> list[tuple[bool, bool]]:
+def judged(losses, norms):
     """Whether loss and norm of each step are spikes, by the limits of the steps before it."""
     steps = [JudgedStep(n, n, *one, False) for n, one in enumerate(zip(losses, norms, strict=True))]
     found = []
@@ -30,23 +29,23 @@ def judged(losses: Sequence[float], norms: Sequence[float]) -> list[tuple[bool, 
     return found
 
 
-def curve(steps: int, *, seed: int, freedom: int = 8) -> tuple[list[float], list[float]]:
+def curve(steps, *, seed, freedom=8):
     """A falling loss and log-normal norms, both with the heavy tails of Student's t."""
     draw = random.Random(seed)
 
-    def t() -> float:
+    def t():
         return draw.gauss(0, 1) / math.sqrt(draw.gammavariate(freedom / 2, 2) / freedom)
 
     losses = [2.5 + 5 * math.exp(-step / 300) + 0.03 * t() for step in range(steps)]
     return losses, [math.exp(-0.7 + 0.15 * t()) for _ in range(steps)]
 
 
-def test_heavy_tails_of_10_000_steps_make_at_most_the_documented_false_alarms() -> None:
+def test_heavy_tails_of_10_000_steps_make_at_most_the_documented_false_alarms():
     assert sum(map(any, judged(*curve(10_000, seed=0)))) <= 2
     assert judged(*curve(10_000, seed=1, freedom=50)) == [(False, False)] * 10_000
 
 
-def test_a_spike_is_found_as_soon_as_64_steps_lie_before_it() -> None:
+def test_a_spike_is_found_as_soon_as_64_steps_lie_before_it():
     losses, norms = curve(400, seed=1)
     for step in (5, 60, 70, 200, 399):
         losses[step] += 3.0 + losses[step]
@@ -56,7 +55,7 @@ def test_a_spike_is_found_as_soon_as_64_steps_lie_before_it() -> None:
     assert [step for step, one in enumerate(found) if one[1]] == [70, 200, 399]
 
 
-def test_small_rises_of_a_curve_without_noise_are_none() -> None:
+def test_small_rises_of_a_curve_without_noise_are_none():
     for rise, factor, expected in ((0.09, 1.9, False), (0.11, 2.1, True)):
         losses, norms = [1.0] * 150, [0.5] * 150
         losses[140] += rise
@@ -64,14 +63,12 @@ def test_small_rises_of_a_curve_without_noise_are_none() -> None:
         assert judged(losses, norms)[140] == (expected, expected)
 
 
-def with_spikes(
-    action: OnSpike, *spikes: int, norms: Sequence[int] = ()
-) -> tuple[Log, Exception | None]:
+def with_spikes(action, *spikes, norms=()):
     """Train with losses of 9 at some steps, and norms of 90 at others; return log and error."""
     log: Log = []
 
     class Engine(FakeEngine):
-        def update(self, learning_rate: float, judge: Judge) -> UpdateOutcome:
+        def update(self, learning_rate, judge):
             self.norm = 90.0 if self.updates + 1 in norms else 1.5
             return super().update(learning_rate, judge)
 
@@ -84,7 +81,7 @@ def with_spikes(
     return log, None
 
 
-def test_a_warning_names_the_sequences_once_in_a_row() -> None:
+def test_a_warning_names_the_sequences_once_in_a_row():
     log, error = with_spikes("warn", SPIKE, SPIKE + 1, 110)
     assert error is None
     first, second = happened(log, "spike_warning:")
@@ -95,9 +92,9 @@ def test_a_warning_names_the_sequences_once_in_a_row() -> None:
     assert "Spike at step 110: " in second
 
 
-def test_limits_that_a_step_gets_do_not_depend_on_when_the_host_reads() -> None:
+def test_limits_that_a_step_gets_do_not_depend_on_when_the_host_reads():
     class Engine(FakeEngine):
-        def update(self, learning_rate: float, judge: Judge) -> UpdateOutcome:
+        def update(self, learning_rate, judge):
             seen[-1].append(judge.limits)
             return super().update(learning_rate, judge)
 
@@ -116,7 +113,7 @@ def test_limits_that_a_step_gets_do_not_depend_on_when_the_host_reads() -> None:
     assert seen[0][-1].skips
 
 
-def test_a_skip_goes_on_and_five_in_a_row_stop() -> None:
+def test_a_skip_goes_on_and_five_in_a_row_stop():
     log, error = with_spikes("skip", 90, 91, 92, 93, 110)
     assert error is None
     skipped = happened(log, "spike_warning:")
@@ -128,7 +125,7 @@ def test_a_skip_goes_on_and_five_in_a_row_stop() -> None:
     assert "run.on_spike=warn" in str(error)
 
 
-def test_a_rewind_leaves_out_the_sequences_of_the_spike_and_of_the_step_before() -> None:
+def test_a_rewind_leaves_out_the_sequences_of_the_spike_and_of_the_step_before():
     log, error = with_spikes("rewind", SPIKE, norms=[90])
     assert isinstance(error, SpikeError) and error.on_every_rank
     assert (error.step, error.good_step, error.sequences) == (SPIKE, SPIKE - 2, range(196, 200))
@@ -139,15 +136,15 @@ def test_a_rewind_leaves_out_the_sequences_of_the_spike_and_of_the_step_before()
     assert log[-1] == "close"
 
 
-def test_nothing_is_judged_in_the_warm_up() -> None:
+def test_nothing_is_judged_in_the_warm_up():
     watch = watch_of([], "skip", warmup_steps=100)
     watch.steps.extend(JudgedStep(step, step, 1.0, 1.0, False) for step in range(1, 100))
     assert watch.limits(100) == Limits()
     assert watch.limits(101) == (pytest.approx(1.1), pytest.approx(2.0), True)
 
 
-def test_a_malformed_record_of_a_checkpoint_is_an_error() -> None:
-    def read(record: object) -> tuple[JudgedStep, ...] | None:
+def test_a_malformed_record_of_a_checkpoint_is_an_error():
+    def read(record):
         return read_part({"spikes": record}, "spikes", tuple[JudgedStep, ...])
 
     for record in ([[1, 2]], [[1, 2, "high", 1.0, False]], {"steps": []}):
@@ -157,7 +154,7 @@ def test_a_malformed_record_of_a_checkpoint_is_an_error() -> None:
     assert read(None) is None
 
 
-def test_a_run_goes_back_at_most_so_many_times() -> None:
+def test_a_run_goes_back_at_most_so_many_times():
     _, spike = with_spikes("rewind", SPIKE)
     assert isinstance(spike, SpikeError)
     state = TrainState(left_out=((0, 4), (8, 12)))
