@@ -168,7 +168,7 @@ class BesideRank0(World):
     ahead = 0.0
 
     def gather(self, value):
-        return [("host0", value[1] - self.ahead, ""), value]
+        return [("host0", value[1] - self.ahead, ""), value] if value else [None]
 
 
 @pytest.mark.parametrize(
