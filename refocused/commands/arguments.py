@@ -49,7 +49,7 @@ class HelpFormatter(argparse.HelpFormatter):
 
     def add_usage(self, usage: Any, actions: Any, groups: Any, prefix: Any = None) -> None:
         """Name positional arguments and required options only."""
-        named = [one for one in actions if one.required or not one.option_strings]
+        named = [action for action in actions if action.required or not action.option_strings]
         super().add_usage(usage, named, [], prefix)
 
     def _get_help_string(self, action: argparse.Action) -> str:

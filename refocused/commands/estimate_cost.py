@@ -134,11 +134,11 @@ def _tasks_work(config: RunConfig) -> tuple[list[TaskWork], list[str]]:
     from refocused.evaluate.tasks import find_tasks, read_questions
 
     requests = config.evaluation.tasks
-    missing = [one for one in requests if not local_path(one.rpartition("=")[2]).is_file()]
+    missing = [name for name in requests if not local_path(name.rpartition("=")[2]).is_file()]
     counted = []
-    for task in find_tasks([one for one in requests if one not in missing], data=None):
+    for task in find_tasks([name for name in requests if name not in missing], data=None):
         questions = read_questions(task, limit=config.evaluation.task_items)
-        texts = [f"{one.context} {ending}" for one in questions for ending in one.endings]
+        texts = [f"{item.context} {ending}" for item in questions for ending in item.endings]
         tokens = sum(min(config.model.sequence_length, _tokens(text, config)) for text in texts)
         counted.append((task.name, len(questions), tokens))
     return counted, missing
@@ -218,7 +218,7 @@ def _facts(estimate: Estimate) -> Iterable[tuple[str, str]]:
     data = f"up to {size_text(storage.data)} of tokens, {size_text(storage.data_per_second)}/s"
     out = f"out of the bucket to another provider up to ${estimate.data_out_usd:,.2f}"
     yield "data", f"{data}; {out}"
-    bucket, days = estimate.prices.bucket, sorted(one.looked_up for one in estimate.offers)
+    bucket, days = estimate.prices.bucket, sorted(offer.looked_up for offer in estimate.offers)
     machines = f"no machine with {gpu.name}"
     if days:
         when = f"{days[0]}" if days[0] == days[-1] else f"{days[0]} to {days[-1]}"

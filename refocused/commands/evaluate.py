@@ -215,8 +215,8 @@ def _print_scores(evaluations: Mapping[str, Evaluated], arguments: argparse.Name
     }
     names = list(dict.fromkeys(name for measures in scores.values() for name in measures))
     rows = [
-        [request, *(measure_text(own[name]) if name in own else "-" for name in names)]
-        for request, own in scores.items()
+        [request, *(measure_text(measures[name]) if name in measures else "-" for name in names)]
+        for request, measures in scores.items()
     ]
     models = [
         {"model": request, "step": evaluation.head.get("step"), "tasks": evaluation.records()}

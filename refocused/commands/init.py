@@ -80,7 +80,7 @@ def run_init(parser: Parser) -> None:
     from refocused.system.hardware import named_gpu
 
     given = [arguments.source, arguments.tokens, arguments.template]
-    if sum(one is not None for one in given) != 1:
+    if sum(source is not None for source in given) != 1:
         raise ConfigError(
             "Name the token files with --data DIR_OR_URL, or their number with --tokens N, or a "
             "run file to copy with --from NAME."

@@ -490,7 +490,7 @@ def rental_lines(loaded: LoadedRun) -> list[str]:
     lines = [f"      on rented GPUs, estimated ({how}):"]
     for name, run, gpus in (("this run", loaded, 1), (LARGE_RUN, load_run(LARGE_RUN, []), 8)):
         expected = estimate(run, gpus=gpus, gpu=RENTED, prices=prices)
-        for offer, usd in [one for one in expected.offers_usd() if one[0].gpus == gpus][:1]:
+        for offer, usd in [pair for pair in expected.offers_usd() if pair[0].gpus == gpus][:1]:
             text = f"      {name}: about {duration(expected.main.likely.hours * 3600)} and "
             text += f"${usd:,.2f} on {gpus} x {RENTED} (${offer.per_hour_usd:.2f} an hour at "
             lines.append(f"{text}{offer.provider} on {offer.looked_up})")

@@ -66,7 +66,10 @@ VERBS = {
         "": ("evaluate", COMMANDS["evaluate"]),
         "compare": ("evaluate", "compare models, or a run's checkpoints, by tasks"),
     },
-    **{one: {"": (one, COMMANDS[one])} for one in ("init", "doctor", "generate", "estimate_cost")},
+    **{
+        name: {"": (name, COMMANDS[name])}
+        for name in ("init", "doctor", "generate", "estimate_cost")
+    },
     "monitor": {"": ("monitor", COMMANDS["monitor"])},
     "stop": {"": ("monitor", COMMANDS["stop"])},
 }
@@ -138,7 +141,7 @@ def _completion(shell: str) -> str:
     top = argparse.ArgumentParser(prog="refocused")
     top.add_argument("--version", action="store_true", help="print the version")
     top.add_argument("--completion", choices=SHELLS, help="print a completion script")
-    for action in (one for parser in _add_parsers(top) for one in parser._actions):
+    for action in (action for parser in _add_parsers(top) for action in parser._actions):
         if action.dest == "config":
             action.complete = run_file  # type: ignore[attr-defined]
         elif action.choices is None and action.nargs != 0:
@@ -161,7 +164,7 @@ def _add_parsers(top: argparse.ArgumentParser) -> Iterator[argparse.ArgumentPars
     for name, what in COMMANDS.items():
         if name not in VERBS:
             modules = ("launch", "train") if name == "launch" else (name,)
-            parents = [_module(one).build_parser() for one in modules]
+            parents = [_module(module).build_parser() for module in modules]
             yield commands.add_parser(
                 name, help=what, parents=parents, add_help=False, conflict_handler="resolve"
             )

@@ -192,15 +192,15 @@ def _serve(folders: Sequence[Path], arguments: argparse.Namespace) -> None:
 def _summarize(folders: Sequence[Path], page: Path | None) -> None:
     from refocused.monitor.screen.summary import write_page, write_summary
 
-    place, views = page, {folder: _reader(folder).read(time.time()) for folder in folders}
+    target, views = page, {folder: _reader(folder).read(time.time()) for folder in folders}
     try:
         if page is not None:
             print(write_page(views, page))
-        for place, view in views.items() if page is None else ():
-            print(", ".join(map(str, write_summary(place, view))))
+        for target, view in views.items() if page is None else ():
+            print(", ".join(map(str, write_summary(target, view))))
     except OSError as error:
         raise RefocusedError(
-            f"{place}: the summary cannot be written ({error.strerror}). Make room there, or name "
+            f"{target}: the summary cannot be written ({error.strerror}). Make room there, or name "
             "another place with --page."
         ) from error
 

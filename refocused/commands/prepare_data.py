@@ -401,7 +401,7 @@ def run_inspect(parser: Parser) -> int:
 def _report_lines(report: DataReport) -> list[str]:
     sample, unknown = report.sample, "unknown"
     kinds = ", ".join(f"{number} {kind}" for kind, number in report.kinds.items()) or "none"
-    frequent = ", ".join(f"{one} {share:.1%}" for one, share in sample.most_frequent[:5])
+    frequent = ", ".join(f"{token} {share:.1%}" for token, share in sample.most_frequent[:5])
     padding, size, documents = report.padding_fraction, report.bytes_per_token, report.documents
     rows = {
         "files": f"{report.files} ({kinds}), {size_text(report.bytes)}",

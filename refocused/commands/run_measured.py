@@ -40,10 +40,10 @@ class MeasuredRun:
     def as_record(self) -> dict[str, Any]:
         """Return the figures for JSON, those of the view over its last lines."""
         record = {name: getattr(self.view, name) for name in _OF_VIEW}
-        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)[2:]}
+        figures = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)[2:]}
         cost, left, cost_left = self.cost_usd, self.seconds_left, self.cost_left_usd
         return record | {
-            **own,
+            **figures,
             "sessions": max(1, self.used.sessions),  # number of starts
             "usd_per_million_tokens": usd_per_million_tokens(cost, self.tokens),
             # productive share of the time since the first start, and where the time went

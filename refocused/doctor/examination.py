@@ -126,14 +126,14 @@ class Examination:
             fix = f"On the machine: {as_typed('doctor')} {shlex.join(words)}"
             yield Finding("step", "warn", f"{text}and disk, an all-reduce, a real step", fix)
             return
-        gpus = machine.probe_gpus(socket.gethostname(), wanted=self.gpus, environment=os.environ)
+        gpus = machine.probe_gpus(socket.gethostname(), requested=self.gpus, environment=os.environ)
         requested = config.run.device
         device: Device = "cuda" if gpus.samples and requested != "cpu" else "cpu"
         ranks = self.gpus or (gpus.torch_count if device == "cuda" else 0) or CPU_RANKS
         yield machine.check_compilers(device=device, compiles=config.model.compile)
         if "nvme" in (config.zero.offload_optimizer, config.zero.offload_parameters):
             yield machine.check_async_io(device)
-        yield from machine.judge_gpus(gpus, wanted=self.gpus, device=requested)
+        yield from machine.judge_gpus(gpus, requested=self.gpus, device=requested)
         yield from self._memory(gpus, device=device, ranks=ranks)
         yield from self._but_machine(ranks=ranks)
         if self.is_quick:
@@ -247,7 +247,9 @@ class Examination:
         config = self.loaded.config
         places, sources = places_of(config), sources_of(config.data)
         remote = {setting for setting, url in places.items() if "://" in url}
-        asked = [self._open(places[one]) for one in places if one in remote - self._unreadable][-1:]
+        asked = [
+            self._open(url) for name, url in places.items() if name in remote - self._unreadable
+        ][-1:]
         store_s = storage.store_time_s(str(asked[0].endpoint)) if asked else None
         yield machine.judge_clock(now_s=time.time(), store_s=store_s, signs=bool(asked))
         try:

@@ -204,8 +204,8 @@ class Gpus:
     capability: tuple[int, int] | None = None
 
 
-def probe_gpus(host: str, *, wanted: int | None, environment: Mapping[str, str]) -> Gpus:
-    """Query NVIDIA's library and torch for `wanted` GPUs (None: all that torch sees)."""
+def probe_gpus(host: str, *, requested: int | None, environment: Mapping[str, str]) -> Gpus:
+    """Query NVIDIA's library and torch for `requested` GPUs (None: all that torch sees)."""
     import torch
 
     from refocused.monitor.sampler import gpu_reader
@@ -221,7 +221,7 @@ def probe_gpus(host: str, *, wanted: int | None, environment: Mapping[str, str])
             host=host,
             visible=environment.get("CUDA_VISIBLE_DEVICES"),
             cuda_order=environment.get("CUDA_DEVICE_ORDER"),
-            ranks=wanted or gpus.torch_count,
+            ranks=requested or gpus.torch_count,
         )
     except gpu_reader.NoGpusError as error:
         return dataclasses.replace(gpus, note=str(error), is_fault=error.is_fault)
@@ -235,7 +235,7 @@ def probe_gpus(host: str, *, wanted: int | None, environment: Mapping[str, str])
         is_fault=not samples,
         driver=driver,
         driver_cuda=driver_cuda,
-        capability=min((one for gpu in samples if (one := known.get(gpu.index))), default=None),
+        capability=min((pair for gpu in samples if (pair := known.get(gpu.index))), default=None),
     )
 
 
@@ -245,7 +245,7 @@ def chosen(samples: Sequence[GpuSample]) -> Sequence[GpuSample]:
 
 
 def judge_gpus(
-    gpus: Gpus, *, wanted: int | None, device: Literal["auto", "cuda", "cpu"]
+    gpus: Gpus, *, requested: int | None, device: Literal["auto", "cuda", "cpu"]
 ) -> Iterator[Finding]:
     """Report what about the GPUs stops a run or slows it down; `device` is `run.device`."""
     samples = gpus.samples
@@ -255,7 +255,7 @@ def judge_gpus(
     if not samples and gpus.is_fault:
         yield Finding("gpus", "fail", str(gpus.note))
         return
-    if not samples and (device == "cuda" or wanted is not None):
+    if not samples and (device == "cuda" or requested is not None):
         fix = "Rent a machine with GPUs, or set run.device=cpu for a trial."
         text = "this machine has no NVIDIA driver, and the run needs GPUs"
         yield Finding("gpus", "fail", text, fix)
@@ -264,8 +264,8 @@ def judge_gpus(
         text = "none: the run would train on the CPU, which is only for trials"
         yield Finding("gpus", "warn", text)
         return
-    yield _count(gpus, wanted)
-    yield _torch(gpus, wanted)
+    yield _count(gpus, requested)
+    yield _torch(gpus, requested)
     bad = [
         reading for reading in gpu_readings(samples, is_training=False) if reading.level == "bad"
     ]
@@ -300,23 +300,23 @@ def judge_gpus(
         yield Finding("nvlink", "ok", f"{fewest_links(samples)} links up on every GPU")
 
 
-def _count(gpus: Gpus, wanted: int | None) -> Finding:
+def _count(gpus: Gpus, requested: int | None) -> Finding:
     samples = gpus.samples
     kinds = sorted({gpu.name for gpu in samples if gpu.name is not None})
     first = max(samples, key=lambda gpu: not gpu.lost)
     memory = f", {first.memory_total_gb:.1f} GB" if first.memory_total_gb else ""
     cuda = f" (CUDA {'.'.join(map(str, gpus.driver_cuda))})" if gpus.driver_cuda else ""
     text = f"{len(samples)} x {first.name or 'unknown'}{memory}, driver {gpus.driver}{cuda}"
-    if wanted is not None and wanted > len(samples):
-        fix = f"Start with {len(samples)}, or ask for a machine with {wanted}."
-        return Finding("gpus", "fail", f"{wanted} requested, found {text}", fix)
+    if requested is not None and requested > len(samples):
+        fix = f"Start with {len(samples)}, or ask for a machine with {requested}."
+        return Finding("gpus", "fail", f"{requested} requested, found {text}", fix)
     if len(kinds) > 1:
         text = f"{len(samples)} of several kinds ({', '.join(kinds)}): the slowest sets the pace"
         return Finding("gpus", "warn", text, "Select one kind with CUDA_VISIBLE_DEVICES.")
     return Finding("gpus", "ok", text)
 
 
-def _torch(gpus: Gpus, wanted: int | None) -> Finding:
+def _torch(gpus: Gpus, requested: int | None) -> Finding:
     built = gpus.torch_cuda
     if built is None:
         text = "torch is built without CUDA and cannot use the GPUs"
@@ -327,7 +327,7 @@ def _torch(gpus: Gpus, wanted: int | None) -> Finding:
         text = f"torch is built for CUDA {built}, but the driver supports up to {newest}"
         fix = "Install a newer driver, or torch for the driver's CUDA."
         return Finding("torch", "fail", text, fix)
-    if gpus.torch_count < (wanted or 1):
+    if gpus.torch_count < (requested or 1):
         text = f"torch sees {gpus.torch_count} of the {counted(len(gpus.samples), 'GPU')}"
         fix = "Check CUDA_VISIBLE_DEVICES and the error of torch.cuda.init()."
         return Finding("torch", "fail", text, fix)

@@ -146,4 +146,4 @@ def disk_needs(
 def _folder_bytes(folder: Path) -> int:
     """Return the bytes of the files in a folder, linked ones once; 0 if it is missing."""
     stats = [path.stat() for path in folder.rglob("*") if path.is_file()]
-    return sum({(found.st_dev, found.st_ino): found.st_size for found in stats}.values())
+    return sum({(stat.st_dev, stat.st_ino): stat.st_size for stat in stats}.values())

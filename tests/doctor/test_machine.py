@@ -182,7 +182,7 @@ def with_one(**facts):
 def test_what_is_there_and_what_is_wrong(facts, wanted, check, level, words):
     is_gpus = all(name in Gpus.__dataclass_fields__ for name in facts)
     found = dataclasses.replace(GOOD, **facts) if is_gpus else with_one(**facts)
-    findings = list(judge_gpus(found, wanted=wanted, device="auto"))
+    findings = list(judge_gpus(found, requested=wanted, device="auto"))
     assert [one for one in findings if (one.check, one.level) == (check, level)], findings
     assert any(words in one.text for one in findings if (one.check, one.level) == (check, level))
     if not facts and wanted == 4:
@@ -201,12 +201,12 @@ def test_what_is_there_and_what_is_wrong(facts, wanted, check, level, words):
 )
 def test_a_machine_without_any(device, wanted, is_fault, level):
     found = Gpus(note="The NVIDIA driver does not answer.", is_fault=is_fault)
-    (finding,) = judge_gpus(found, wanted=wanted, device=device)
+    (finding,) = judge_gpus(found, requested=wanted, device=device)
     assert finding.level == level
 
 
 def test_what_a_driver_and_a_screen_hold_is_not_reported():
-    findings = judge_gpus(with_one(memory_used_gb=2.0), wanted=None, device="auto")
+    findings = judge_gpus(with_one(memory_used_gb=2.0), requested=None, device="auto")
     assert {finding.level for finding in findings} == {"ok"}
 
 

@@ -198,14 +198,12 @@ def run_verify(parser: Parser) -> int:
     lines = []
     for check in checks:
         lines.append("{name}   local {local}   bucket {bucket}".format_map(check))
-        for place in ("local", "bucket"):
-            bad = check[f"{place}_problems"]
+        for copy in ("local", "bucket"):
+            bad = check[f"{copy}_problems"]
             problems = [f"{problem['file']} {problem['problem']}" for problem in bad]
-            lines += [f"  {place:<6} {text}" for text in problems[:_SHOWN_PROBLEMS]]
+            lines += [f"  {copy:<6} {text}" for text in problems[:_SHOWN_PROBLEMS]]
             if len(bad) > _SHOWN_PROBLEMS:
-                lines.append(
-                    f"  {place:<6} and {len(bad) - _SHOWN_PROBLEMS} more; --json lists all"
-                )
+                lines.append(f"  {copy:<6} and {len(bad) - _SHOWN_PROBLEMS} more; --json lists all")
     whole = sum(check["whole"] for check in checks)
     how = "read every byte" if deep else "opened the files; --deep reads every byte"
     lines.append(f"{whole} of {len(checks)} checkpoints are whole ({how})")
