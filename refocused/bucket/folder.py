@@ -1,10 +1,9 @@
 """A folder as a bucket, for data and mirrors on a disk or a mount."""
 
 import contextlib
-import errno
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -21,11 +20,8 @@ from refocused.bucket.bucket import (
     size_and_checksum,
 )
 from refocused.bucket.partial_files import PART_SUFFIX, PartFile, disk_errors, require_space
-from refocused.system.atomic_files import fsync_path, open_regular
+from refocused.system.atomic_files import open_regular, publish
 from refocused.system.errors import BucketError, CorruptObjectError
-
-# Errors of link() on file systems without hard links (exFAT, many FUSE mounts).
-_NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK})
 
 _UPLOAD = ".upload-"  # begins the hidden name of a file being written
 
@@ -74,47 +70,18 @@ class DirectoryBucket:
 
         To replace one generation, a hidden file beside the object is locked.
         """
-        target, checksum = self._writable_path(name), extended_crc32c(0, content)
-        if target.exists() and not overwrite:
-            _require_same(target, len(content), checksum)
-            return _blob(name, target)
-        with _temporary(target, needed_bytes=len(content)) as file:
-            file.write(content)
-            if isinstance(overwrite, bool):
-                _publish(file, target, checksum, overwrite=overwrite)
-                return _blob(name, target)
-            with target.with_name(f".{target.name}.lock").open("a") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)
-                if str(target.stat().st_mtime_ns) != overwrite:
-                    _require_same(target, len(content), checksum)
-                    return _blob(name, target)
-                file.flush()
-                # Until the clock has ticked:
-                while str(os.fstat(file.fileno()).st_mtime_ns) == overwrite:
-                    os.utime(file.fileno())
-                _publish(file, target, checksum, overwrite=True)
-                return _blob(name, target)
+        checksum = extended_crc32c(0, content)
+        return self._store(name, [content], len(content), checksum, overwrite=overwrite)
+
+    def upload(self, source: Path, name: str, *, crc32c: int | None = None) -> BlobInfo:
+        """Copy a file to a new name; no-op if the object already has the same bytes."""
+        with disk_errors(source):
+            size = source.stat().st_size
+        return self._store(name, blocks_of(source), size, crc32c, source=source)
 
     def age_s(self, name: str) -> float:
         """Return 0: a folder has no clock of its own, and those of machines are set and stepped."""
         return 0.0
-
-    def upload(self, source: Path, name: str, *, crc32c: int | None = None) -> BlobInfo:
-        """Copy a file to a new name; no-op if the object already has the same bytes."""
-        target = self._writable_path(name)
-        with disk_errors(source):
-            size = source.stat().st_size
-            if target.exists():
-                _require_same(target, size, crc32c_of(source) if crc32c is None else crc32c)
-                return _blob(name, target)
-        with _temporary(target, needed_bytes=size) as file:
-            checksum = 0
-            for block in blocks_of(source):
-                checksum = extended_crc32c(checksum, block)
-                file.write(block)
-            require_checksum(source, found=checksum, expected=crc32c)
-            _publish(file, target, checksum, overwrite=False)
-        return _blob(name, target)
 
     def download(self, blob: BlobInfo, target: Path) -> int:
         """Copy an object to `target` through a temporary file; return its CRC-32C."""
@@ -154,8 +121,57 @@ class DirectoryBucket:
                     return
                 folder.rmdir()
 
+    def _store(
+        self,
+        name: str,
+        blocks: Iterable[bytes],
+        size: int,
+        crc32c: int | None,
+        *,
+        overwrite: bool | str = False,
+        source: Path = Path(),
+    ) -> BlobInfo:
+        target = self._path(name)
+        if _is_hidden(name):
+            raise BucketError(
+                f"{self.url}: the object name {name!r} is that of a temporary or hidden file, "
+                "which is never listed. Choose a name that has no leading dot and does not end in "
+                ".part."
+            )
+        if target.exists() and not overwrite:
+            with disk_errors(source):
+                checksum = crc32c_of(source) if crc32c is None else crc32c
+            _require_same(target, size, checksum)
+            return _blob(name, target)
+        with _temporary(target, needed_bytes=size) as file, contextlib.ExitStack() as locks:
+            checksum = 0
+            for block in blocks:
+                checksum = extended_crc32c(checksum, block)
+                file.write(block)
+            require_checksum(source, found=checksum, expected=crc32c)
+            if isinstance(overwrite, str):
+                lock = locks.enter_context(target.with_name(f".{target.name}.lock").open("a"))
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if str(target.stat().st_mtime_ns) != overwrite:
+                    _require_same(target, size, checksum)
+                    return _blob(name, target)
+                file.flush()
+                # Until the clock has ticked:
+                while str(os.fstat(file.fileno()).st_mtime_ns) == overwrite:
+                    os.utime(file.fileno())
+            try:
+                publish(file, target, overwrite=bool(overwrite))
+            except FileExistsError:
+                _require_same(target, size, checksum)
+            return _blob(name, target)
+
     def _below(self, start: Path) -> Iterator[BlobInfo]:
-        for folder, folders, files in os.walk(start, onerror=_raise):
+        def fail(error: OSError) -> None:
+            # A folder that is removed while it is listed, or a prefix below a file, holds nothing.
+            if not isinstance(error, FileNotFoundError | NotADirectoryError):
+                raise error
+
+        for folder, folders, files in os.walk(start, onerror=fail):
             folders[:] = [name for name in folders if not name.startswith(".")]
             for file in files:
                 path = Path(folder, file)
@@ -180,16 +196,6 @@ class DirectoryBucket:
             raise BucketError(f"{path}: {text}")
         return path
 
-    def _writable_path(self, name: str) -> Path:
-        path = self._path(name)
-        if _is_hidden(name):
-            raise BucketError(
-                f"{self.url}: the object name {name!r} is that of a temporary or hidden file, "
-                "which is never listed. Choose a name that has no leading dot and does not end in "
-                ".part."
-            )
-        return path
-
 
 def _is_hidden(name: str) -> bool:
     return name.endswith(PART_SUFFIX) or any(part.startswith(".") for part in name.split("/"))
@@ -199,12 +205,6 @@ def _blob(name: str, path: Path) -> BlobInfo:
     with disk_errors(path):
         found = path.stat()
     return BlobInfo(name=name, size=found.st_size, generation=str(found.st_mtime_ns))
-
-
-def _raise(error: OSError) -> None:
-    # A folder that is removed while it is listed, or a prefix below a file, holds no objects.
-    if not isinstance(error, FileNotFoundError | NotADirectoryError):
-        raise error
 
 
 def _require_same(target: Path, size: int, checksum: int) -> None:
@@ -241,25 +241,3 @@ def _remove_leftovers(folder: Path) -> None:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.fstat(file.fileno()).st_size:
                 path.unlink()
-
-
-def _publish(file: BinaryIO, target: Path, checksum: int, *, overwrite: bool) -> None:
-    """Give a written hidden file its final name, durably; only `overwrite` takes a taken name."""
-    file.flush()
-    os.fsync(file.fileno())
-    temporary = Path(file.name)
-    is_taken = False
-    try:
-        if not overwrite:
-            target.hardlink_to(temporary)
-    except FileExistsError:
-        is_taken = True
-    except OSError as error:
-        if error.errno not in _NO_LINKS:
-            raise
-        overwrite, is_taken = True, target.exists()
-    if is_taken:
-        _require_same(target, temporary.stat().st_size, checksum)
-    elif overwrite:
-        temporary.replace(target)
-    fsync_path(target.parent)

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 MAX_DESCRIPTION_BYTES = 256 * 1024 * 1024  # of a manifest or settings; parsing takes ten times
+# Errors of link() on file systems without hard links (exFAT, many FUSE mounts).
+_NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK})
 _SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h: start writing without waiting for the end
 
 
@@ -47,12 +49,39 @@ def replace_file(
         raise
 
 
-def publish(file: BinaryIO | FileIO, path: Path) -> None:
-    """Flush an open, written file and give it its final name, which then survives a power cut."""
+def publish(file: BinaryIO | FileIO, path: Path, *, overwrite: bool = True) -> None:
+    """Flush an open, written file and give it its final name, which then survives a power cut.
+
+    Without `overwrite`, raise FileExistsError if another file has that name.
+    """
     file.flush()
     os.fsync(file.fileno())  # of this descriptor, which reports failed writes
-    Path(file.name).replace(path)
+    temporary = Path(file.name)
+    if not overwrite:
+        try:
+            path.hardlink_to(temporary)  # the caller removes the other name
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            overwrite = True
+            if path.exists():
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from error
+    if overwrite:
+        temporary.replace(path)
     fsync_path(path.parent)
+
+
+def rename(path: Path, target: Path) -> Path:
+    """Rename a file or folder within its disk, so that the new name survives a power cut."""
+    path.rename(target)
+    fsync_path(target.parent)
+    return target
+
+
+def write_flushed(path: Path, content: bytes) -> None:
+    """Write a file whose name is not yet visible; its bytes then survive a power cut."""
+    path.write_bytes(content)
+    fsync_path(path)
 
 
 def write_json_atomic(path: Path, content: object) -> None:
@@ -113,8 +142,7 @@ def replace_folder(fresh: Path, folder: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)  # left by a killed replacement
     if folder.exists():
         folder.rename(old)
-    fresh.rename(folder)
-    fsync_path(folder.parent)
+    rename(fresh, folder)
     shutil.rmtree(old, ignore_errors=True)
 
 

@@ -169,7 +169,7 @@ def test_what_a_killed_upload_leaves_goes_with_the_next_one(tmp_path: Path) -> N
         """Upload in another process, which is killed before the file has its name."""
         code = (
             "import os, sys; from pathlib import Path; from refocused.bucket import folder\n"
-            "folder._publish = lambda file, *_, **__: (file.flush(), os._exit(9))\n"
+            "folder.publish = lambda file, *_, **__: (file.flush(), os._exit(9))\n"
             "folder.DirectoryBucket(Path(sys.argv[1])).upload(Path(sys.argv[2]), 'a/x')"
         )
         arguments = [sys.executable, "-c", code, str(tmp_path / "mirror"), str(source)]

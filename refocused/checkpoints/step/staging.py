@@ -16,7 +16,7 @@ from refocused.checkpoints.step.checkpoint_manifest import (
     FileRecord,
 )
 from refocused.checkpoints.step.verify import describe, require_content, verify
-from refocused.system.atomic_files import fsync_directories, fsync_path
+from refocused.system.atomic_files import fsync_directories, fsync_path, rename, write_flushed
 from refocused.system.errors import CheckpointError, ConfigError
 from refocused.system.locks import FileLock
 
@@ -86,7 +86,7 @@ class Staging:
                 "Check the disk's space and the errors of each rank above."
             )
         if self.part is not None:
-            _write_flushed(self.path / PART, self.part.model_dump_json().encode())
+            write_flushed(self.path / PART, self.part.model_dump_json().encode())
         write_manifest(self.path, manifest)
         fsync_directories(self.path)
 
@@ -126,17 +126,12 @@ class Staging:
         return records
 
 
-def _write_flushed(path: Path, content: bytes) -> None:
-    path.write_bytes(content)
-    fsync_path(path)
-
-
 def write_manifest(path: Path, manifest: CheckpointManifest) -> None:
     """Write the manifest, and then the marker, of a directory without a marker."""
     content = manifest.to_json()
-    _write_flushed(path / MANIFEST, content)
+    write_flushed(path / MANIFEST, content)
     marker = manifest.marker(extended_crc32c(0, content))
-    _write_flushed(path / COMMITTED, marker.to_json())
+    write_flushed(path / COMMITTED, marker.to_json())
 
 
 def install(path: Path, final: Path) -> None:
@@ -144,27 +139,19 @@ def install(path: Path, final: Path) -> None:
     if not final.parent.exists():  # first checkpoint of a branch
         final.parent.mkdir()
         fsync_path(final.parent.parent)
-    path.rename(final)
-    fsync_path(final.parent)
-
-
-def _renamed(path: Path, prefix: str) -> Path:
-    hidden = path.with_name(f"{prefix}{path.name}-{secrets.token_hex(4)}")
-    path.rename(hidden)
-    fsync_path(path.parent)
-    return hidden
+    rename(path, final)
 
 
 def remove_checkpoint(path: Path) -> None:
     """Remove a checkpoint: rename it first, so that it is never seen half removed."""
-    to_delete = _renamed(path, REMOVAL_PREFIX)
+    to_delete = set_aside(path, prefix=REMOVAL_PREFIX)
     with contextlib.suppress(FileNotFoundError):  # a starting run may clean up at the same time
         shutil.rmtree(to_delete)
 
 
-def set_aside(path: Path) -> Path:
+def set_aside(path: Path, *, prefix: str = BAD_PREFIX) -> Path:
     """Rename a corrupt checkpoint so that it is not used; return its new path."""
-    return _renamed(path, BAD_PREFIX)
+    return rename(path, path.with_name(f"{prefix}{path.name}-{secrets.token_hex(4)}"))
 
 
 def leftovers(checkpoints: Path) -> list[Path]:
@@ -243,7 +230,7 @@ def prepare_folder(checkpoints: Path, *, least_bytes: int) -> None:
         checkpoints.mkdir(parents=True, exist_ok=True)
         removed = clean_leftovers(checkpoints)
         probe = checkpoints / ".probe"
-        _write_flushed(probe, b"x" * 4096)
+        write_flushed(probe, b"x" * 4096)
         probe.unlink()
     except OSError as error:
         raise ConfigError(
