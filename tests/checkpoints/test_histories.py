@@ -108,6 +108,13 @@ class Weights(FakeOwner):
         self.rank = mine
 
 
+def is_intact(path: Path) -> bool:
+    try:
+        return verify(read_checkpoint(path), deep=True) == []
+    except CheckpointError:
+        return False
+
+
 class Session:
     """A start of the run that trains."""
 
@@ -195,16 +202,23 @@ class Histories(RuleBasedStateMachine):
             for name, number in names.items():
                 now = self.copies[place].get(name)
                 assert now == number or (place, name) in may_go, (place, self.saves[number], now)
-        self.damaged = {(place, name) for place, name in self.damaged if name in self.copies[place]}
+        self.damaged = {  # unless it has gone, or was downloaded again
+            (place, name)
+            for place, name in self.damaged
+            if name in self.copies[place] and not is_intact(self.folder(place) / name)
+        }
 
     def gone(self, place: str) -> set[str]:
         return {*self.copies[place]} - {*self.look()[place]}
 
+    def on_branch(self, place: str) -> list[Save]:
+        """The present branch's saves at a place, by step; some may be damaged."""
+        saves = [self.saves[number] for _, number in sorted(self.present.items())]
+        return [save for save in saves if self.copies[place].get(save.name) == save.number]
+
     def kept(self, place: str) -> set[str]:
         """What retention never removes, whatever the settings; a damage may be hidden to it."""
-        copies = self.copies[place]
-        branch = [self.saves[number] for _, number in sorted(self.present.items())]
-        branch = [save for save in branch if copies.get(save.name) == save.number]
+        copies, branch = self.copies[place], self.on_branch(place)
         losses = [(save.validation_loss, save.step, save.name) for save in branch]
         best = min((loss for loss in losses if loss[0] is not None), default=(0, 0, ""))[2]
         always = [name for name, n in copies.items() if self.saves[n].reason in ALWAYS_KEPT]
@@ -426,7 +440,7 @@ class Histories(RuleBasedStateMachine):
     ) -> None:
         """Remove what retention does not keep, while a checkpoint may be read."""
         session, place, names = self.training(), self.here, sorted(self.copies[self.here])
-        status = MirrorFiles(self.run_of(place)).read_status()
+        copies = MirrorFiles(self.run_of(place)).read_status() or MirroredCheckpoints()
 
         def remove(world: World) -> None:
             prune(
@@ -434,7 +448,7 @@ class Histories(RuleBasedStateMachine):
                 world,
                 branch=session.branch,
                 keep=keep,
-                copies=status or MirroredCheckpoints(),
+                copies=copies,
                 disk_low=disk_low,
             )
 
@@ -444,29 +458,24 @@ class Histories(RuleBasedStateMachine):
                 with contextlib.suppress(FileNotFoundError):  # a damage took its manifest
                     kept.add(name := names[read % len(names)])
                     reading.enter_context(in_use(self.folder(place) / name))
-            self.act(lambda: self.on_ranks(session.ranks, remove), dies=dies, power=power)
+            killed = self.act(lambda: self.on_ranks(session.ranks, remove), dies=dies, power=power)
         gone = self.gone(place)
         assert not gone & kept
-        newest_mirrored = max(
-            (
-                s
-                for s, n in self.present.items()
-                if self.copies[MIRROR].get(self.saves[n].name) == n
-            ),
-            default=-1,
-        )
+        branch = {save.step: save for save in self.on_branch(place)}
+        newest = max((step for step, n in self.present.items() if self.has(MIRROR, n)), default=-1)
+        replaced = {*copies.skipped, *(step for step in branch if step < newest)}
+        not_mirrored = {*copies.unwanted, *(replaced if disk_low else ())}
         for name in gone:
             save = self.saves[self.copies[place][name]]
             is_mirrored = self.copies[MIRROR].get(name) == save.number
-            is_replaced = (
-                self.present.get(save.step) == save.number
-                and status is not None
-                and (
-                    save.step in status.unwanted
-                    or (disk_low and (save.step < newest_mirrored or save.step in status.skipped))
-                )
-            )
-            assert is_mirrored or is_replaced or (place, name) in self.damaged, save
+            may_go = branch.get(save.step) == save and save.step in not_mirrored
+            assert is_mirrored or may_go or (place, name) in self.damaged, save
+        if not (killed or self.damaged or read is not None):  # and all that may go has gone
+            rolling = [s.name for s in branch.values() if s.reason is SaveReason.ROLLING]
+            emergencies = [s.name for s in branch.values() if s.reason is SaveReason.EMERGENCY]
+            kept |= {*rolling[-keep:], *emergencies[-1:]}
+            left = {step for step, save in branch.items() if save.name not in gone | kept}
+            assert not left & {*copies.mirrored, *not_mirrored.difference(replaced)}
         self.settle(may_go={(place, name) for name in gone})
 
     @rule(

@@ -2,7 +2,6 @@
 
 import datetime
 import errno
-import json
 import logging
 import shutil
 from collections.abc import Callable
@@ -214,19 +213,6 @@ def test_no_flipped_bit_of_a_manifest_in_the_mirror_ends_a_start(
     assert chosen(Catalog(local, bucket, PREFIX), "latest") == 10
     (path.parent / "COMMITTED").unlink()  # an upload that never finished
     assert chosen(Catalog(local, bucket, PREFIX), "latest") == 10
-
-
-def test_a_corrupt_local_manifest_does_not_affect_the_copy(
-    catalog: Catalog, local: Path, bucket: FaultyBucket
-) -> None:
-    """Regression: the copy was compared with the corrupt manifest and skipped."""
-    make_step(local, 10)
-    manifest = mirrored(bucket, make_step(local, 20)).path / "manifest.json"
-    record = json.loads(manifest.read_text())
-    record["files"]["trainer.json"]["crc32c"] ^= 1
-    manifest.write_text(json.dumps(record))
-    assert chosen(catalog) == 20
-    assert [entry.bucket for entry in catalog.entries()] == ["-", "ok"]
 
 
 @pytest.mark.parametrize("name", [name_of(10), "my copy"])

@@ -22,7 +22,6 @@ from refocused.checkpoints.step.checkpoint_directory import (
     FIRST_BRANCH,
     Branch,
     in_use,
-    is_in_use,
     saved_steps,
 )
 from refocused.checkpoints.step.checkpoint_manifest import SaveReason
@@ -134,13 +133,6 @@ def three(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_checkpoint_is_kept_while_it_is_read(three: Path) -> None:
-    with in_use(three / "checkpoint_step_10"):
-        assert is_in_use(three / "checkpoint_step_10")
-        assert thinned(three) == []
-    assert thinned(three) == named(10)
-
-
 def test_a_checkpoint_of_an_unknown_version_is_kept(three: Path) -> None:
     """Regression: it counted as broken and was removed."""
     old = make_step(three, 5)
@@ -229,18 +221,6 @@ def mirrored(remote: RemoteCheckpoints, tmp_path: Path) -> Mirrored:
             assert copied(remote, make_step(tmp_path, step, **changes))
 
     return save
-
-
-def test_checkpoints_of_other_branches_and_unreadable_ones_stay(
-    mirrored: Mirrored, remote: RemoteCheckpoints, bucket: FaultyBucket
-) -> None:
-    branch = Branch(number=2, ancestry=((1, 20),))
-    mirrored(10, 20, 30, 40)
-    mirrored(30, 40, branch=2, ancestry=branch.ancestry)
-    (bucket.steps / "checkpoint_step_10" / "manifest.json").write_text("{")
-    assert RemoteRetention(remote, branch, keep=1).prune() == [20]
-    branches = [f"branch-2/{name}" for name in named(30, 40)]
-    assert list(remote.scan()) == [*named(10, 30, 40), *branches]
 
 
 def test_an_abandoned_upload_is_removed(mirrored: Mirrored, remote: RemoteCheckpoints) -> None:
