@@ -106,7 +106,7 @@ class CheckpointManager:
         """
         name = self._catalog.resolve(str(checkpoint)).name
         step = self._catalog.fetch(name, threads=threads)
-        if self._catalog.problems(step):
+        if self._catalog.problems(name):
             step = self._catalog.fetch(name, threads=threads, replace=True)
         return step.path
 

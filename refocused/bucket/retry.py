@@ -33,6 +33,8 @@ class RefusedRequestError(BucketError):
     `status` is the HTTP status, None without a response.
     """
 
+    transient = False
+
     def __init__(self, text: str, *, status: int | None = None) -> None:
         # `status` has a default because ranks rebuild each other's errors from the text alone.
         super().__init__(text)

@@ -79,8 +79,20 @@ class StoppedEarlyError(RefocusedError):
 class BucketError(RefocusedError):
     """The object store, or an object in it, cannot be listed, read or written.
 
-    It proves no damage, and the same request may succeed later. The subclasses say otherwise.
+    It proves no damage. A subclass says otherwise.
     """
+
+    @property
+    def transient(self) -> bool:
+        """Whether the same request may succeed later: not without a right, or to a wrong path."""
+        cause = self.__cause__
+        while cause is not None:
+            if isinstance(cause, BucketError):
+                return cause.transient
+            if isinstance(cause, PermissionError | NotADirectoryError | FileExistsError):
+                return False
+            cause = cause.__cause__
+        return True
 
 
 class CorruptObjectError(BucketError):

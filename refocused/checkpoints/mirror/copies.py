@@ -154,10 +154,8 @@ class CheckpointCopier:
     def repair(self, checkpoint: Checkpoint, damaged: Collection[str]) -> bool:
         """Delete the `damaged` files of a copy, which `verify_remote` found, and `copy` again."""
         name, remote = checkpoint.name, self.remote
-        content, address = (
-            (checkpoint.path / MANIFEST).read_bytes(),
-            remote.object_name(name, MANIFEST),
-        )
+        content = (checkpoint.path / MANIFEST).read_bytes()
+        address = remote.object_name(name, MANIFEST)
         # Marker or manifest may be damaged, but the copy must be one of this save.
         marker = None
         with contextlib.suppress(CheckpointError):
@@ -165,8 +163,8 @@ class CheckpointCopier:
         if marker is not None:
             is_this_save = marker == marker_of(checkpoint)
         else:
-            is_this_save = remote.bucket.info(address) is not None
-            is_this_save = is_this_save and remote.bucket.read(address) == content
+            is_listed = remote.bucket.info(address) is not None
+            is_this_save = is_listed and remote.bucket.read(address) == content
         if is_this_save:
             remote.unmark(name)
             for file in set(damaged) & {*checkpoint.manifest.files, MANIFEST}:

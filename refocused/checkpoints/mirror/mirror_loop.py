@@ -6,10 +6,10 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from threading import current_thread, main_thread
-from types import FrameType, MappingProxyType
+from types import MappingProxyType
 
 from refocused.bucket.open_bucket import open_bucket
 from refocused.bucket.retry import Retry
@@ -17,11 +17,7 @@ from refocused.checkpoints.mirror.copies import CheckpointCopier, marker_of
 from refocused.checkpoints.mirror.lease import Lease
 from refocused.checkpoints.mirror.mirror import BLOCKED, MirrorSettings, MirrorStatus
 from refocused.checkpoints.mirror.mirror_logs import LogCopier
-from refocused.checkpoints.mirror.remote_checkpoints import (
-    RemoteCheckpoints,
-    RemoteRetention,
-    is_refusal,
-)
+from refocused.checkpoints.mirror.remote_checkpoints import RemoteCheckpoints, RemoteRetention
 from refocused.checkpoints.step import retention
 from refocused.checkpoints.step.checkpoint_directory import (
     FIRST_BRANCH,
@@ -82,63 +78,44 @@ def copy_order(
     return CopyOrder(tuple(to_copy), tuple(skipped))
 
 
+class LocalCheckpoint:
+    """A local checkpoint; one that is saved again is another."""
+
+    def __init__(self, path: Path) -> None:
+        self.manifest: CheckpointManifest | None = None  # None: unusable
+        self.outcome: str | None = None  # `MIRRORED`, or why it cannot be copied
+        with contextlib.suppress(CheckpointError):
+            self.manifest = read_checkpoint(path).manifest
+
+
 class LocalCheckpoints:
     """The local checkpoints of a branch, and the outcome of copying each."""
 
     def __init__(self, folder: Path, branch: Branch = FIRST_BRANCH) -> None:
         self._folder = folder
         self._branch = branch
-        # One that is saved again is another: it has another signature.
-        self._manifests: dict[tuple[Path, Signature], CheckpointManifest | None] = {}
-        self._outcomes: dict[tuple[Path, Signature], str] = {}
+        self._known: dict[tuple[Path, Signature], LocalCheckpoint] = {}
         self.unwanted: frozenset[int] = frozenset()
+
+    def look(self) -> dict[int, LocalCheckpoint]:
+        """Return the committed checkpoints by step."""
+        steps = {}
+        for step, path in step_paths(self._folder, self._branch).items():
+            if (signature := signature_of(path)) is not None:
+                if (path, signature) not in self._known:  # threads of an upload look, too
+                    self._known.setdefault((path, signature), LocalCheckpoint(path))
+                steps[step] = self._known[path, signature]
+        return steps
 
     def order(self, *, copying: int | None) -> CopyOrder:
         """Return the steps that are not mirrored, failed or unwanted."""
-        keys = self._look()
-        outcomes = {step: self._outcomes.get(key) for step, key in keys.items()}
-        manifests = {step: self._manifests[key] for step, key in keys.items()}
-        return copy_order(
-            {
-                step: manifest
-                for step, manifest in manifests.items()
-                if outcomes[step] is None and step not in self.unwanted
-            },
-            remote={step: manifests[step] for step in keys if outcomes[step] == MIRRORED},
-            copying=copying,
-        )
-
-    def manifests(self, steps: Collection[int]) -> dict[int, CheckpointManifest]:
-        """Return the manifests of steps, except those that are unusable or were removed."""
-        manifests = {step: self._manifests[key] for step, key in self._look().items()}
-        return {s: manifest for s, manifest in manifests.items() if manifest and s in steps}
-
-    def outcomes(self) -> dict[int, str]:
-        """Return `MIRRORED`, or the failure, of each finished step."""
-        keys = self._look().items()
-        return {step: self._outcomes[key] for step, key in keys if key in self._outcomes}
-
-    def record_outcome(self, path: Path, signature: Signature, outcome: str) -> None:
-        """Record `MIRRORED`, or why a checkpoint cannot be copied."""
-        self._outcomes[path, signature] = outcome
-
-    def forget(self, step: int) -> None:
-        """Forget the outcome of a step that was removed from the bucket."""
-        if (key := self._look().get(step)) is not None:
-            self._outcomes.pop(key, None)
-
-    def _look(self) -> dict[int, tuple[Path, Signature]]:
-        keys = {}
-        for step, path in step_paths(self._folder, self._branch).items():
-            if (signature := signature_of(path)) is None:
-                continue
-            keys[step] = key = path, signature
-            if key not in self._manifests:
-                try:
-                    self._manifests[key] = read_checkpoint(path).manifest
-                except CheckpointError:
-                    self._manifests[key] = None
-        return keys
+        missing, remote = {}, {}
+        for step, local in self.look().items():
+            if local.outcome is None and step not in self.unwanted:
+                missing[step] = local.manifest
+            elif local.outcome == MIRRORED:
+                remote[step] = local.manifest
+        return copy_order(missing, remote=remote, copying=copying)
 
 
 def signature_of(path: Path) -> Signature | None:
@@ -170,28 +147,45 @@ class MirrorLoop:
         self._other_branches: dict[str, bool] = {}  # their local checkpoints: whether mirrored
         self._copying: int | None = None
         self._copies_skipped = False  # a step that newer ones replace
-        self._newest_there = -1
+        self._newest_remote = -1
         self._failures = 0
         self._last_error: str | None = None
         self._bucket_checked = False
         self._status = MirrorStatus(
             bucket=settings.bucket, prefix=settings.prefix, process=this_process(), heartbeat=0.0
         )
-        bucket = open_bucket(
-            settings.bucket,
-            settings.credentials,
-            retry=Retry(sleep=self._wait_to_retry, report=self._keep_error),
-        )
+
+        def wait_to_retry(seconds: float) -> None:  # in the thread that retries a request
+            if not self._wait(seconds):
+                raise BucketError(f"{self._last_error}; not retried, since the mirror exits")
+
+        def keep_error(text: str) -> None:  # for the next status, unless all requests are refused
+            if not (self._last_error or "").startswith(BLOCKED):
+                self._last_error = text
+
+        retry = Retry(sleep=wait_to_retry, report=keep_error)
+        bucket = open_bucket(settings.bucket, settings.credentials, retry=retry)
         self._remote = RemoteCheckpoints(bucket, settings.prefix)
         self._logs, self._lease = LogCopier(bucket, settings), None
         if settings.lease is not None:
             training = settings.training
             self._lease = Lease(bucket, settings.prefix, token=settings.lease, training=training)
+
+        def stops() -> bool:  # to start no further upload
+            if self._stopping or (self._lease is not None and not self._lease.held):  # it slept
+                return True
+            return self._copies_skipped and (self._draining or bool(self._order().to_copy))
+
+        def report(done_bytes: int, total_bytes: int) -> None:
+            self._observe_requests()
+            if self._may_write():
+                self._logs.copy()
+            if done_bytes > self._status.done_bytes:
+                self._last_error = None
+            self._report(done_bytes=done_bytes, total_bytes=total_bytes)
+
         self._copier = CheckpointCopier(
-            self._remote,
-            stopping=self._must_stop_copying,
-            report=self._on_progress,
-            threads=settings.threads,
+            self._remote, stopping=stops, report=report, threads=settings.threads
         )
         keep, self._retention = settings.keep_remote, None
         if keep is not None:
@@ -199,8 +193,24 @@ class MirrorLoop:
 
     def run(self) -> None:
         """Mirror until stopped, or until the queue is finished or `drain_seconds` are over."""
-        signal.signal(signal.SIGTERM, self._on_terminate)
-        signal.signal(signal.SIGALRM, self._on_deadline)
+
+        def stop(*_: object) -> None:
+            self._stopping = True
+            signal.setitimer(signal.ITIMER_REAL, STOP_SECONDS)
+
+        def exit_at_once(*_: object) -> None:
+            # The checkpoint being copied has no marker, so it counts as incomplete.
+            after = f"{self._settings.drain_seconds:.0f} s after training"
+            when = "by a signal" if self._stopping else after
+            self._last_error = f"exited {when}, with steps to copy"
+            try:
+                logger.error("%s: %s", self._last_error, self._status.waiting)
+                self._report()
+            finally:
+                os._exit(1)
+
+        signal.signal(signal.SIGTERM, stop)
+        signal.signal(signal.SIGALRM, exit_at_once)
         lock = FileLock(self._files.lock)
         while not lock.acquire():  # an earlier mirror may be finishing its queue
             time.sleep(POLL_SECONDS)
@@ -277,7 +287,7 @@ class MirrorLoop:
                 self._prune()
                 self._bucket_checked = True
             elif step is not None:
-                self._copy(self._files.checkpoints / self._branch.name_of(step))
+                self._copy(step)
             else:  # find the local checkpoints of other branches that the bucket has
                 for name, path in checkpoint_paths(self._files.checkpoints).items():
                     if self._branch.step_of(name) is None and name not in self._other_branches:
@@ -287,15 +297,19 @@ class MirrorLoop:
                                 read_checkpoint(path)
                             )
                         self._other_branches[name] = is_mirrored
-        except (BucketError, OSError) as error:
+        except BucketError as error:
             self._wait_after(error)
+        except OSError as error:
+            failure = BucketError(error)
+            failure.__cause__ = error
+            self._wait_after(failure)
         else:
             self._copying, self._failures, self._last_error = None, 0, None
             self._report(done_bytes=0, total_bytes=0)
 
-    def _copy(self, path: Path) -> None:
-        signature, started = signature_of(path), time.monotonic()
-        if signature is None:
+    def _copy(self, step: int) -> None:
+        path, started = self._files.checkpoints / self._branch.name_of(step), time.monotonic()
+        if (local := self._steps.look().get(step)) is None:
             return
         try:
             checkpoint = read_checkpoint(path)
@@ -308,9 +322,7 @@ class MirrorLoop:
                         f"{self._settings.nodes} machines. To complete it in the bucket, run "
                         "`checkpoints upload` on all machines with a part."
                     )
-                self._awaiting.add(
-                    checkpoint.step
-                )  # copy others first while parts of it are missing
+                self._awaiting.add(step)  # copy others first while parts of it are missing
                 return
             seconds = time.monotonic() - started
             logger.info("%s mirrored in %.1f s", checkpoint.name, seconds)
@@ -318,12 +330,12 @@ class MirrorLoop:
                 file = self._settings.run / MIRROR_FILE
                 figures = {"seconds": seconds, "bytes": checkpoint.manifest.total_bytes}
                 with contextlib.suppress(OSError), contextlib.closing(JsonLines(file)) as lines:
-                    lines.write({"kind": "mirrored", "step": checkpoint.step, **figures})
-            self._steps.record_outcome(path, signature, MIRRORED)
-            if self._settings.node == 0 and checkpoint.step > self._newest_there:
-                self._newest_there = checkpoint.step
+                    lines.write({"kind": "mirrored", "step": step, **figures})
+            local.outcome = MIRRORED
+            if self._settings.node == 0 and step > self._newest_remote:
+                self._newest_remote = step
                 try:
-                    self._remote.write_pointer(self._branch.name_of(checkpoint.step))
+                    self._remote.write_pointer(self._branch.name_of(step))
                 except BucketError as error:  # it is only a hint
                     logger.warning("cannot write the pointer to the newest step: %s", error)
             self._prune()
@@ -333,7 +345,7 @@ class MirrorLoop:
             if not isinstance(error, CheckpointError):
                 raise
             logger.error("%s", error)
-            self._steps.record_outcome(path, signature, str(error))
+            local.outcome = str(error)
 
     def _prune(self) -> None:
         """Remove old checkpoints from the bucket, and update which local ones it need not have."""
@@ -346,35 +358,25 @@ class MirrorLoop:
             removed = self._retention.prune(in_use=in_use)
         else:
             self._retention.states()
+        local = self._steps.look()
         for step in removed:
             logger.info("%s removed from the bucket", self._branch.name_of(step))
-            self._steps.forget(step)
-        missing = self._steps.manifests({*in_use, *removed})
-        self._steps.unwanted |= self._retention.unwanted(missing)
+            if step in local:
+                local[step].outcome = None
+        missing = {s: local[s].manifest for s in {*in_use, *removed} & {*local}}
+        usable = {step: manifest for step, manifest in missing.items() if manifest is not None}
+        self._steps.unwanted |= self._retention.unwanted(usable)
 
-    def _must_stop_copying(self) -> bool:
-        """Whether to start no further upload: after SIGTERM, or if a skipped step must yield."""
-        stops = self._stopping or (self._lease is not None and not self._lease.held)  # it slept
-        if stops or not self._copies_skipped:
-            return stops
-        return self._draining or bool(self._order().to_copy)
-
-    def _wait_after(self, error: Exception) -> None:
+    def _wait_after(self, error: BucketError) -> None:
         self._copying = None
         if self._stopping:
             return
         self._failures += 1
-        refused = is_refusal(error)
         longest = self._settings.longest_wait_seconds
-        wait = longest if refused else Retry(max_wait_s=longest).wait_s(self._failures)
-        self._last_error = f"{BLOCKED}{error}" if refused else str(error)
+        wait = Retry(max_wait_s=longest).wait_s(self._failures) if error.transient else longest
+        self._last_error = str(error) if error.transient else f"{BLOCKED}{error}"
         logger.warning("%s; next attempt in %.0f s", self._last_error, wait)
         self._wait(wait)
-
-    def _wait_to_retry(self, seconds: float) -> None:
-        """Wait in the thread that retries a request; raise BucketError if the mirror exits."""
-        if not self._wait(seconds):
-            raise BucketError(f"{self._last_error}; not retried, since the mirror exits")
 
     def _wait(self, seconds: float) -> bool:
         """Wait, and meanwhile observe requests and report; return False to exit now.
@@ -400,25 +402,13 @@ class MirrorLoop:
                 return True
             time.sleep(min(POLL_SECONDS, self._settings.scan_seconds, until - now))
 
-    def _keep_error(self, text: str) -> None:
-        """Keep an error for the next status, unless the bucket refuses requests anyway."""
-        if not (self._last_error or "").startswith(BLOCKED):
-            self._last_error = text
-
-    def _on_progress(self, done_bytes: int, total_bytes: int) -> None:
-        self._observe_requests()
-        if self._may_write():
-            self._logs.copy()
-        if done_bytes > self._status.done_bytes:
-            self._last_error = None
-        self._report(done_bytes=done_bytes, total_bytes=total_bytes)
-
     def _report(self, **changes: object) -> None:
         """Write the status if it has changed, or if the file is old or missing."""
-        outcomes, order, others = self._steps.outcomes(), self._order(), self._other_branches
+        outcomes = {step: local.outcome for step, local in self._steps.look().items()}
+        order, others = self._order(), self._other_branches
         changes |= {
             "mirrored": tuple(step for step, outcome in outcomes.items() if outcome == MIRRORED),
-            "failed": {step: outcome for step, outcome in outcomes.items() if outcome != MIRRORED},
+            "failed": {step: outcome for step, outcome in outcomes.items() if outcome},
             "waiting": order.to_copy,
             "skipped": order.skipped,
             "unwanted": tuple(sorted(self._steps.unwanted)),
@@ -435,18 +425,3 @@ class MirrorLoop:
             write_json_atomic(self._files.status, self._status.model_dump(mode="json"))
         except OSError as error:  # on a full disk, go on: retention frees what is mirrored
             logger.warning("cannot write %s: %s", self._files.status, error)
-
-    def _on_terminate(self, _signal: int, _frame: FrameType | None) -> None:
-        self._stopping = True
-        signal.setitimer(signal.ITIMER_REAL, STOP_SECONDS)
-
-    def _on_deadline(self, _signal: int, _frame: FrameType | None) -> None:
-        """Exit at once; the checkpoint being copied has no marker, so it counts as incomplete."""
-        after = f"{self._settings.drain_seconds:.0f} s after training"
-        when = "by a signal" if self._stopping else after
-        self._last_error = f"exited {when}, with steps to copy"
-        try:
-            logger.error("%s: %s", self._last_error, self._status.waiting)
-            self._report()
-        finally:
-            os._exit(1)

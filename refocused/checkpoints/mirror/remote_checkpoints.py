@@ -6,7 +6,6 @@ from collections.abc import Collection, Mapping
 from types import MappingProxyType
 
 from refocused.bucket.bucket import BlobInfo, Bucket, extended_crc32c, with_checksum
-from refocused.bucket.retry import RefusedRequestError
 from refocused.checkpoints.mirror.lease import LEASE_FILE
 from refocused.checkpoints.step.checkpoint_directory import (
     FIRST_BRANCH,
@@ -24,12 +23,11 @@ from refocused.checkpoints.step.checkpoint_manifest import (
     parse_marker,
 )
 from refocused.checkpoints.step.retention import to_remove
-from refocused.checkpoints.step.verify import WHOLE, CheckpointState, kind_of
+from refocused.checkpoints.step.verify import WHOLE, CheckpointState, state_of
 from refocused.system.errors import BucketError, CheckpointError, CorruptCheckpointError
 
 Objects = Mapping[str, BlobInfo]  # of one checkpoint, by path below it
 POINTER = "latest/pointer.json"
-_REFUSALS = (RefusedRequestError, PermissionError, NotADirectoryError, FileExistsError)
 _ABOUT = b"""Checkpoints of one training run, copied here by refocused.
 A folder checkpoint_step_N without an object COMMITTED is incomplete: nothing reads it.
 The first branch of the run is in checkpoint_step_N. Going back to an earlier checkpoint starts
@@ -44,21 +42,9 @@ def prefix_of(run: str) -> str:
     return f"{run}/checkpoints"
 
 
-def is_refusal(error: BaseException) -> bool:
-    """Whether a retry cannot succeed: no permission, no such bucket or folder."""
-    cause = error.__cause__
-    return isinstance(error, _REFUSALS) or (cause is not None and is_refusal(cause))
-
-
 def object_problem(blob: BlobInfo | None, record: FileRecord) -> str | None:
     """Describe how a listed object differs from its record in the manifest; None if it does not."""
-    if blob is None:
-        return "is missing"
-    if blob.size != record.size:
-        return f"has {blob.size:,} bytes, not {record.size:,}"
-    if blob.crc32c not in (None, record.crc32c):
-        return f"has CRC-32C {blob.crc32c:08x}, not {record.crc32c:08x}"
-    return None
+    return "is missing" if blob is None else record.difference(blob.size, blob.crc32c)
 
 
 def missing_files(files: Mapping[str, FileRecord], objects: Objects) -> list[str]:
@@ -88,7 +74,7 @@ class RemoteCheckpoints:
         try:
             self.bucket.write(address, _ABOUT)
         except BucketError as error:
-            if is_refusal(error) or self.bucket.info(address) is None:
+            if not error.transient or self.bucket.info(address) is None:
                 raise
 
     def scan(self) -> dict[str, dict[str, BlobInfo]]:
@@ -185,8 +171,8 @@ def inspect_objects(remote: RemoteCheckpoints, name: str, objects: Objects) -> C
     try:
         manifest = remote.manifest(name, objects)
     except CheckpointError as error:
-        what = str(error).split(". ")[0].replace(f"{remote.url}/{name}/", "")
-        return CheckpointState(f"{kind_of(error)}: {what}" if is_committed else "0 %")
+        where = f"{remote.url}/{name}"
+        return CheckpointState(state_of(error, where=where) if is_committed else "0 %")
     missing, files = missing_files(manifest.files, objects), manifest.files
     if not is_committed:
         total = manifest.total_bytes

@@ -11,13 +11,14 @@ from pathlib import Path
 
 from refocused.bucket.bucket import Bucket
 from refocused.bucket.transfer import Progress, map_in_threads
-from refocused.checkpoints.mirror.copies import fetch_checkpoint
+from refocused.checkpoints.mirror.copies import fetch_checkpoint, is_copy_of
 from refocused.checkpoints.mirror.lease import present_head, read_lease
 from refocused.checkpoints.mirror.remote_checkpoints import RemoteCheckpoints, inspect_objects
 from refocused.checkpoints.step.checkpoint_directory import (
+    CHOOSE_ANOTHER,
     FIRST_BRANCH,
-    Branch,
     Checkpoint,
+    Part,
     branch_of,
     checkpoint_paths,
     parse_name,
@@ -25,7 +26,7 @@ from refocused.checkpoints.step.checkpoint_directory import (
     read_checkpoint,
     recorded_branch,
 )
-from refocused.checkpoints.step.checkpoint_manifest import CheckpointManifest, SaveReason
+from refocused.checkpoints.step.checkpoint_manifest import SaveReason
 from refocused.checkpoints.step.retention import best_of
 from refocused.checkpoints.step.verify import (
     UNREADABLE,
@@ -91,6 +92,7 @@ class Catalog:
         """Read the folder `local`, which need not exist, and what is below `prefix` of a bucket."""
         self.local = local
         self.remote = RemoteCheckpoints(mirror, prefix) if mirror is not None else None
+        self.part: Part | None = None  # what this machine's disk has of each; None: all of it
         self.branch = FIRST_BRANCH  # the present one, once `entries` was called
         self.two_heads: CheckpointError | None = None  # why no branch can be the present one
 
@@ -114,12 +116,22 @@ class Catalog:
             )
             bucket = dict(zip(listed, states, strict=True))
             sizes = {n: sum(blob.size for blob in blobs.values()) for n, blobs in listed.items()}
-        places = {parse_place(name) or (): name for name in {*local, *bucket}}
-        names = [places[place] for place in sorted(places) if place]
+        names = sorted({*local, *bucket}, key=lambda name: parse_place(name) or (0, 0))
         pairs = {n: (local.get(n, _ABSENT), bucket.get(n, _ABSENT)) for n in names}
         manifests = {n: pair[0].manifest or pair[1].manifest for n, pair in pairs.items()}
         saved = [pair[1].manifest or pair[0].manifest for pair in pairs.values()]
-        self.branch = self._present_branch(saved)
+        newest = next((manifest for manifest in reversed(saved) if manifest is not None), None)
+        lease, self.two_heads = None, None
+        if remote is not None:
+            lease, _ = read_lease(remote.bucket, remote.lease_name)
+        recorded = recorded_branch(self.local.parent)
+        known = str((read_json(self.local.parent / "state.json") or {}).get("lease"))
+        on_newest = None if newest is None else branch_of(newest)
+        try:
+            head = present_head(recorded, known=known, lease=lease, saved=on_newest)
+        except CheckpointError as error:
+            head, self.two_heads = recorded, error
+        self.branch = head or FIRST_BRANCH
         usable = {
             step: manifests[name]
             for name, pair in pairs.items()
@@ -154,25 +166,9 @@ class Catalog:
             entries.append(dataclasses.replace(entry, notes=(*notes, *_troubles(entry))))
         return sorted(entries, key=lambda entry: entry.is_present)
 
-    def _present_branch(self, saved: Sequence[CheckpointManifest | None]) -> Branch:
-        """Return the branch to continue, given all manifests in order of branch and step."""
-        lease, self.two_heads = None, None
-        recorded = recorded_branch(self.local.parent)
-        state = read_json(self.local.parent / "state.json") or {}
-        if self.remote is not None:
-            lease, _ = read_lease(self.remote.bucket, self.remote.lease_name)
-        newest = next((manifest for manifest in reversed(saved) if manifest is not None), None)
-        saved_branch = None if newest is None else branch_of(newest)
-        known = str(state.get("lease"))
-        try:
-            head = present_head(recorded, known=known, lease=lease, saved=saved_branch)
-        except CheckpointError as error:
-            head, self.two_heads = recorded, error
-        return head or FIRST_BRANCH
-
-    def problems(self, checkpoint: Checkpoint) -> list[FileProblem]:
+    def problems(self, name: str) -> list[FileProblem]:
         """Read every byte of a local checkpoint; return what is wrong with it."""
-        return verify(checkpoint, deep=True)
+        return verify(read_checkpoint(self.local / name), deep=True)
 
     def local_states(self) -> Mapping[str, CheckpointState]:
         """Check every local checkpoint by its structure and the sizes of its files."""
@@ -196,7 +192,7 @@ class Catalog:
         Raises:
             CheckpointError: There is none; the message names the nearest ones.
         """
-        places = f"{self.local} or {self.remote.url}" if self.remote else str(self.local)
+        where = f"{self.local} or {self.remote.url}" if self.remote else str(self.local)
         if request in ROLES:
             for entry in reversed(entries):
                 if entry.usable and entry.is_present and request in entry.notes:
@@ -206,20 +202,21 @@ class Catalog:
                 "latest": ". Start without one (--resume none), or name another run or --bucket.",
                 "final": f" has the role final. List the checkpoints: {_LIST}",
             }
-            raise CheckpointError(f"No usable checkpoint in {places}{remedies[request]}")
+            raise CheckpointError(f"No usable checkpoint in {where}{remedies[request]}")
         match = re.fullmatch(r"branch-(\d+)/checkpoint_step_(\d+)", request)
-        place = (int(match[1]), int(match[2])) if match else None
+        branch_step = (int(match[1]), int(match[2])) if match else None
         plain = re.sub(r"[,_]", "", request)
         step = int(plain) if plain.isdecimal() else parse_name(request)
         for entry in reversed(entries):  # step N of the present branch wins
-            if (entry.branch, entry.step) == place or (place is None and entry.step == step):
+            is_step = branch_step is None and entry.step == step
+            if is_step or (entry.branch, entry.step) == branch_step:
                 if request.startswith("checkpoint-epoch") and entry.alias != request:
                     raise CheckpointError(
                         f"{request} does not exist: {entry.name} is {entry.alias or 'unreadable'}."
                     )
                 return entry
         raise CheckpointError(
-            f"There is no checkpoint {request!r} in {places}. {_nearest(request, entries)}"
+            f"There is no checkpoint {request!r} in {where}. {_nearest(request, entries)}"
         )
 
     def fetch(
@@ -238,22 +235,32 @@ class Catalog:
         path = self.local / name
         if not replace and inspect_directory(path).state == WHOLE:
             return read_checkpoint(path)
+        if self.remote is None and self.part is not None:
+            raise CheckpointError(
+                f"{name} is incomplete on some machine, and the run has no mirror. {CHOOSE_ANOTHER}"
+            )
         if self.remote is None:
             raise CheckpointError(
                 f"{path} is not a whole checkpoint and no bucket is known that has it. "
                 "Name one with --bucket gs://bucket/prefix, or choose another step."
             )
+        if self.part is not None and is_copy_of(path, self.remote.marker(name)):
+            return read_checkpoint(path)  # others lack theirs
         return fetch_checkpoint(
-            self.remote, name, checkpoints=self.local, threads=threads, progress=progress
+            self.remote,
+            name,
+            checkpoints=self.local,
+            part=self.part,
+            threads=threads,
+            progress=progress,
         )
 
 
 def _troubles(entry: CatalogEntry) -> list[str]:
     """Describe what is wrong with a checkpoint, on the disk or in the bucket."""
-    places = {"local": entry.local, "bucket": entry.bucket}
     broken = [
-        f"{place}: {state.removeprefix('broken: ')}"
-        for place, state in places.items()
+        f"{side}: {state.removeprefix('broken: ')}"
+        for side, state in (("local", entry.local), ("bucket", entry.bucket))
         if state.startswith(("broken", UNREADABLE))
     ]
     if entry.usable:

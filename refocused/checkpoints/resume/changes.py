@@ -142,8 +142,14 @@ def changes_since(
         and saved.dtype == metadata.dtype
         and not names.intersection(_LAYOUT)
     ) or saved.zero_stage == metadata.zero_stage == 0
-    # Those that cannot be loaded come first, then those that change the training.
-    obstacles = []
+    obstacles = list[_Obstacle]()
+
+    def compare(
+        what: str, saved: object, now: object, remedy: str, keys: tuple[str, ...] = ()
+    ) -> None:
+        if saved != now:
+            obstacles.append(_Obstacle(what, saved, now, remedy, keys))
+
     current = dotted({"model": parse_mapping(metadata.model_json, where="model.json")})
     shape = differences(dotted({"model": read_mapping(checkpoint.path / "model.json")}), current)
     # This one is irrelevant to a resume.
@@ -151,31 +157,25 @@ def changes_since(
     model_back = "set model.preset back"
     if [field.name for field in shape] == ["model.vocab_size"]:
         model_back = f"set model.vocabulary={shape[0].a}"
-    if saved.parameters != metadata.parameters:
-        obstacles.append(_Obstacle("parameters", saved.parameters, metadata.parameters, model_back))
-    if (saved.zero_stage == 0) != (metadata.zero_stage == 0):
+    # Those that cannot be loaded come first, then those that change the training.
+    compare("parameters", saved.parameters, metadata.parameters, model_back)
+    if 0 in (saved.zero_stage, metadata.zero_stage):
         remedy = f"set zero.stage={saved.zero_stage} (1, 2 and 3 read each other's checkpoints)"
-        obstacles.append(_Obstacle("zero.stage", saved.zero_stage, metadata.zero_stage, remedy))
-    for name, kind, kind_now in ((s.name, s.a or "adamw", s.b) for s in settings):
-        if name == "optimizer.kind":
-            obstacles.append(_Obstacle(name, kind, kind_now, f"set {name}={kind}"))
-    if saved.dtype != metadata.dtype:
-        keys = () if 0 in (saved.zero_stage, metadata.zero_stage) else (DTYPE,)
-        remedy = f"set precision.dtype={saved.dtype}"
-        obstacles.append(_Obstacle(DTYPE, saved.dtype, metadata.dtype, remedy, keys))
-    fingerprint = metadata.data_fingerprint
-    if saved.data_fingerprint != fingerprint:
-        remedy = "set data.source back"
-        obstacles.append(_Obstacle(DATA, saved.data_fingerprint, fingerprint, remedy, (DATA,)))
-    if saved.data_order != metadata.data_order:
-        changed = tuple(name for name in ORDER_SETTINGS if name in names) or (DATA,)
-        orders = saved.data_order, metadata.data_order
-        obstacles.append(_Obstacle(_DATA_ORDER, *orders, "set those back", changed))
+        compare("zero.stage", saved.zero_stage, metadata.zero_stage, remedy)
+    for setting in settings:
+        if setting.name == "optimizer.kind":
+            kind = setting.a or "adamw"
+            compare(setting.name, kind, setting.b, f"set {setting.name}={kind}")
+    keys = () if 0 in (saved.zero_stage, metadata.zero_stage) else (DTYPE,)
+    compare(DTYPE, saved.dtype, metadata.dtype, f"set precision.dtype={saved.dtype}", keys)
+    fingerprints = saved.data_fingerprint, metadata.data_fingerprint
+    compare(DATA, *fingerprints, "set data.source back", (DATA,))
+    changed = tuple(name for name in ORDER_SETTINGS if name in names) or (DATA,)
+    compare(_DATA_ORDER, saved.data_order, metadata.data_order, "set those back", changed)
     before, after = saved.data_mixture, metadata.data_mixture
     if FROM in before + after:  # stages that had not begun may differ
-        sequences = Position.from_dict(
-            read_mapping(checkpoint.path / "trainer.json")["position"]
-        ).sequences
+        trainer = read_mapping(checkpoint.path / "trainer.json")
+        sequences = Position.from_dict(trainer["position"]).sequences
         before, after = begun_stages(before, sequences), begun_stages(after, sequences)
     if before != after:
         mixtures = saved.data_mixture or "none", metadata.data_mixture or "none"

@@ -5,17 +5,15 @@ If the machines have disks of their own, rank 0 decides for all: it queries the 
 
 import contextlib
 import dataclasses
-import functools
 import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from operator import methodcaller
 from pathlib import Path
 from typing import Any, TypeVar
 
-from refocused.checkpoints.mirror.copies import fetch_checkpoint, is_copy_of
 from refocused.checkpoints.resume.catalog import Catalog, CatalogEntry
 from refocused.checkpoints.step.checkpoint_directory import (
-    CHOOSE_ANOTHER,
     Branch,
     Checkpoint,
     Part,
@@ -30,7 +28,6 @@ from refocused.checkpoints.step.verify import (
     CheckpointState,
     FileProblem,
     describe,
-    verify,
 )
 from refocused.system.errors import (
     BucketError,
@@ -45,7 +42,7 @@ from refocused.system.world import World
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Query = Callable[[Catalog, int], T]  # runs on each machine, with its catalog and node number
+Query = Callable[[Catalog], T]  # runs on each machine, with its catalog
 
 OR_START = "or-start"  # `--resume-or-start`
 NEWEST = ("auto", "latest", OR_START)  # what takes the newest usable checkpoint
@@ -207,7 +204,7 @@ def _verified(catalog: Catalog, entry: CatalogEntry, *, remedy: str = "") -> Che
     """Return a usable checkpoint, verified; download it if the disk has no intact copy."""
     if entry.local == WHOLE:
         checkpoint = read_checkpoint(catalog.local / entry.name)
-        problems = catalog.problems(checkpoint)
+        problems = catalog.problems(entry.name)
         if not problems:
             return checkpoint
         if entry.bucket != WHOLE:
@@ -234,6 +231,8 @@ def decide_together(
     if world.storage_ranks == 1:
         return world.on_rank_0(lambda: decide(open_catalog()))
     catalog = world.on_all_ranks(lambda: open_catalog() if world.is_storage_rank else None)
+    if catalog is not None:
+        catalog.part = Part(node=world.storage_rank, nodes=world.storage_ranks)
 
     def query_and_decide() -> T:
         assert catalog is not None  # rank 0 is a storage rank
@@ -253,13 +252,13 @@ class _MachinesCatalog(Catalog):
 
     def __init__(self, own: Catalog, world: World) -> None:
         self.local, self.remote, self.branch = own.local, own.remote, own.branch
-        self.two_heads = own.two_heads
+        self.part, self.two_heads = own.part, own.two_heads
         self._own = own
         self._world = world
 
-    def problems(self, checkpoint: Checkpoint) -> list[FileProblem]:
+    def problems(self, name: str) -> list[FileProblem]:
         """Verify each machine's part by its checksums."""
-        machines = self._query(functools.partial(_problems, checkpoint.name))
+        machines: list[list[FileProblem]] = self._query(methodcaller("problems", name))
         return [
             FileProblem(f"node {node}: {problem.file}", problem.problem)
             for node, problems in enumerate(machines)
@@ -267,11 +266,11 @@ class _MachinesCatalog(Catalog):
         ]
 
     def fetch(self, name: str, **_options: Any) -> Checkpoint:
-        self._query(functools.partial(_fetch, name, machines=self._world.storage_ranks))
+        self._query(methodcaller("fetch", name, replace=True))
         return read_checkpoint(self.local / name)
 
     def local_states(self) -> Mapping[str, CheckpointState]:
-        machines = self._query(_local_states)
+        machines: list[Mapping[str, CheckpointState]] = self._query(methodcaller("local_states"))
         names = {name for states in machines for name in states}
         return {n: combine_parts([states.get(n) for states in machines]) for n in names}
 
@@ -307,7 +306,7 @@ def _answer(world: World, catalog: Catalog | None, query: Query[T]) -> list[T]:
     error: RefocusedError | None = None
     if catalog is not None:
         try:
-            answer = query(catalog, world.storage_rank)
+            answer = query(catalog)
         except RefocusedError as raised:
             error = raised
     gathered = world.gather((world.is_storage_rank, world.storage_rank, answer, error))
@@ -316,22 +315,3 @@ def _answer(world: World, catalog: Catalog | None, query: Query[T]) -> list[T]:
         if (failed := by_node[node][1]) is not None:
             raise type(failed)(f"node {node}: {failed}")
     return [by_node[node][0] for node in sorted(by_node)]
-
-
-def _local_states(catalog: Catalog, _node: int) -> Mapping[str, CheckpointState]:
-    return catalog.local_states()
-
-
-def _problems(name: str, catalog: Catalog, _node: int) -> list[FileProblem]:
-    return verify(read_checkpoint(catalog.local / name), deep=True)
-
-
-def _fetch(name: str, catalog: Catalog, node: int, *, machines: int) -> None:
-    """Download this machine's part, unless it has an intact one."""
-    if catalog.remote is None:
-        raise CheckpointError(
-            f"{name} is incomplete on some machine, and the run has no mirror. {CHOOSE_ANOTHER}"
-        )
-    part = Part(node=node, nodes=machines)
-    if not is_copy_of(catalog.local / name, catalog.remote.marker(name)):
-        fetch_checkpoint(catalog.remote, name, checkpoints=catalog.local, part=part)

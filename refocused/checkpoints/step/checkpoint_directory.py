@@ -319,14 +319,10 @@ def checkpoint_paths(checkpoints: Path) -> dict[str, Path]:
         return {}
     folders = [checkpoints, *checkpoints.glob("branch-*")]
     paths = [path for folder in folders if folder.is_dir() for path in folder.iterdir()]
-    by_place = {
-        place: path
-        for path in paths
-        if (place := parse_place(path.relative_to(checkpoints).as_posix())) and path.is_dir()
-    }
-    return {
-        name_of(step, branch=number): by_place[number, step] for number, step in sorted(by_place)
-    }
+    names = {path.relative_to(checkpoints).as_posix(): path for path in paths}
+    keys = {name: parse_place(name) for name in names}  # branch and step
+    valid = {name: key for name, key in keys.items() if key and names[name].is_dir()}
+    return {name: names[name] for name in sorted(valid, key=lambda name: valid[name])}
 
 
 def step_paths(checkpoints: Path, branch: Branch | None = None) -> dict[int, Path]:

@@ -41,6 +41,14 @@ class FileRecord(pydantic.BaseModel, frozen=True, extra="forbid"):
     crc32c: Crc32c
     node: Annotated[int, pydantic.Field(ge=0, lt=MAX_RANKS, exclude_if=lambda node: node == 0)] = 0
 
+    def difference(self, size: int, crc32c: int | None) -> str | None:
+        """Describe how a file or object differs from this record; None if it does not."""
+        if size != self.size:
+            return f"has {size:,} bytes, not {self.size:,}"
+        if crc32c not in (None, self.crc32c):
+            return f"has CRC-32C {crc32c:08x}, not {self.crc32c:08x}"
+        return None
+
 
 class Marker(pydantic.BaseModel, frozen=True, extra="forbid"):
     """The content of COMMITTED, the last file written to a checkpoint, on disk and in a bucket."""

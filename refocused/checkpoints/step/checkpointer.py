@@ -184,9 +184,10 @@ class Checkpointer:
 
         Separate from `load`, because a resume that is rejected after loading must change nothing.
         """
-        own = self._history if checkpoint.manifest.run in (self._metadata.run, parent) else None
-        if own is not None and self._world.is_rank_0 and HISTORY in checkpoint.manifest.files:
-            bring_back(checkpoint.path / HISTORY, own, step=checkpoint.step)
+        of_run = checkpoint.manifest.run in (self._metadata.run, parent)
+        history = self._history if of_run else None
+        if history is not None and self._world.is_rank_0 and HISTORY in checkpoint.manifest.files:
+            bring_back(checkpoint.path / HISTORY, history, step=checkpoint.step)
 
     def _write(
         self, staging: Staging, trainer: Mapping[str, Any], write: Callable[[], ShardsWritten]

@@ -72,16 +72,16 @@ def inspect_directory(path: Path) -> CheckpointState:
         checkpoint = read_checkpoint(path)
         problems = verify(checkpoint, deep=False)
     except errors.CheckpointError as error:
-        what = str(error).split(". ")[0].replace(f"{path}/", "")
-        return CheckpointState(f"{kind_of(error)}: {what}")
+        return CheckpointState(state_of(error, where=str(path)))
     state = WHOLE if checkpoint.part is None else str(checkpoint.part)
     state = f"broken: {describe(problems)}" if problems else state
     return CheckpointState(state, checkpoint.manifest, crc32c_of(path / MANIFEST))
 
 
-def kind_of(error: errors.CheckpointError) -> str:
-    """Return the state of a checkpoint that raised an error."""
-    return "broken" if isinstance(error, errors.CorruptCheckpointError) else UNREADABLE
+def state_of(error: errors.CheckpointError, *, where: str) -> str:
+    """Return the state of the checkpoint at a path or URL that raised an error."""
+    kind = "broken" if isinstance(error, errors.CorruptCheckpointError) else UNREADABLE
+    return f"{kind}: {str(error).split('. ')[0].replace(f'{where}/', '')}"
 
 
 def require_intact(checkpoint: Checkpoint) -> None:
@@ -185,17 +185,16 @@ def _check_files(
         record, path = checkpoint.manifest.files[name], checkpoint.path / name
         try:
             size = path.stat().st_size
-            if size != record.size:
-                return FileProblem(name, f"has {size:,} bytes, not {record.size:,}")
-            if deep and (crc32c := crc32c_of(path)) != record.crc32c:
-                return FileProblem(name, f"has CRC-32C {crc32c:08x}, not {record.crc32c:08x}")
+            problem = record.difference(size, None)
+            if deep and problem is None:
+                problem = record.difference(size, crc32c_of(path))
         except (FileNotFoundError, NotADirectoryError):
-            return FileProblem(name, "is missing")
+            problem = "is missing"
         except OSError as error:
             if error.errno != errno.EIO:
                 raise read_error(path, error) from error
-            return FileProblem(name, f"cannot be read ({error.strerror})")
-        return None
+            problem = f"cannot be read ({error.strerror})"
+        return None if problem is None else FileProblem(name, problem)
 
     problems = []
     with ThreadPoolExecutor(READERS) as threads:  # reading and hashing release the GIL
