@@ -27,18 +27,18 @@ ROOT = Path(__file__).resolve().parents[1]
 # Figure: (ceiling today, wanted). Raising a ceiling takes a sentence in the commit that says what
 # the reader gets for it.
 BUDGETS = {
-    "statements": (31_590, 25_500),
-    "package files": (228, 220),
-    "tests lines": (47_280, 34_000),
-    "benchmarks lines": (7_016, 5_500),
-    "train closure statements": (19_060, 15_000),
+    "statements": (30_740, 25_500),
+    "package files": (225, 220),
+    "tests lines": (43_940, 34_000),
+    "benchmarks lines": (5_500, 5_500),
+    "train closure statements": (18_320, 15_000),
     "loop closure lines": (5_500, 5_500),
-    "private functions with one caller": (192, 150),
-    "record types": (222, 170),
-    "doubled class names": (2, 0),
+    "private functions with one caller": (130, 150),
+    "record types": (204, 170),
+    "doubled class names": (0, 0),
     "largest folder": (15, 15),
     "reader's path files": (15, 15),
-    "reader's path lines": (4_560, 4_500),
+    "reader's path lines": (4_500, 4_500),
 }
 RECORDS = ("dataclass", "NamedTuple", "TypedDict", "BaseModel", "Section")
 
