@@ -21,8 +21,8 @@ BY_HAND = [
     ),
     ({"kind": "constant", "warmup_steps": 2, "min_lr_ratio": 0.1}, [0.5, *[1.0] * 7]),
     (
-        {"kind": "one_cycle", "warmup_steps": 2, "min_lr_ratio": 0.0},  # it rises along a cosine
-        [0.5, 1.0, 1 - QUARTER, 0.5, QUARTER, 0.0, 0.0, 0.0],
+        {"kind": "one_cycle", "warmup_steps": 4, "min_lr_ratio": 0.0},  # it rises along a cosine
+        [QUARTER, 0.5, 1 - QUARTER, 1.0, 0.5, 0.0, 0.0, 0.0],
     ),
     (  # of 2, 4 and 8 steps
         {
