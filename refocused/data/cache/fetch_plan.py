@@ -29,20 +29,19 @@ class FetchQueue:
         self.pinned: set[int] = set()
         self.requested: set[int] = set()  # that threads of this process wait for
         self.paused_until: dict[int, float] = {}  # by shard, after a failure
-        self.last_wanted: dict[int, int] = {}  # number of the last plan, by shard
-        self._plans = 0
+        self.last_wanted: dict[int, int] = {}  # by shard: rises with each plan, and within it
+        self._turns = itertools.count(1)
 
     def plan(self, needed: Sequence[int], pinned: set[int]) -> None:
         """Replace the plan and the pinned shards; others may be evicted by any process."""
-        self._plans += 1
         self.planned, self.pinned = list(needed), pinned
-        self.last_wanted.update(dict.fromkeys(needed, self._plans))
+        self.last_wanted.update(zip(needed, self._turns, strict=False))
         self.present &= self.wanted
 
     def request(self, index: int) -> None:
         """Add a shard that is waited for, though it may count as local; it precedes the plan."""
         self.requested.add(index)
-        self.last_wanted[index] = self._plans
+        self.last_wanted[index] = next(self._turns)
         self.present.discard(index)
 
     def following(self, *, now: float, shared: Collection[int] = ()) -> int | None:

@@ -370,13 +370,13 @@ class LocalShards:
         if _version(path) == version:  # not replaced by another process meanwhile
             self._damages[index] += 1
             name = f"{self.manifest.shards[index].name}: its local copy {path}"
-            self.remove(index)
-            if self._damages[index] > MAX_DAMAGES:
+            if self._damages[index] > MAX_DAMAGES:  # removed, it would be fetched once more
                 raise ShardError(
                     f"{name} was damaged {self._damages[index]} times, even after it was fetched "
                     f"again ({problem}). Check that disk and the machine's memory, or set "
                     "data.cache to a folder on another disk."
                 )
+            self.remove(index)
             _log.warning("%s is damaged (%s); fetching it again", name, problem)
         return False
 
