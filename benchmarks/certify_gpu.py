@@ -31,6 +31,7 @@ import torch
 from certify_report import RESULT, failures, write_report
 from measuring import ROOT, Record, lines_of, say
 
+from refocused.system.atomic_files import replace_file
 from refocused.system.launchers import torch_settings
 
 sys.path.insert(0, str(ROOT / "tests"))
@@ -82,7 +83,9 @@ class Certificate:
                 boxes = {name: min(factor * row[name], left) for name in row if name in names}
                 self.results = [result for result in self.results if result["slice"] not in boxes]
                 kept = "".join(json.dumps(result) + "\n" for result in self.results)
-                (self.folder / "results.jsonl").write_text(kept)  # without those measured again
+                replace_file(
+                    self.folder / "results.jsonl", kept.encode()
+                )  # without those to repeat
                 running = [_Running(name, box, self, folder) for name, box in boxes.items()]
                 for one in running:
                     stopping.callback(one.kill)  # also when this sitting is stopped

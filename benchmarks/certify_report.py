@@ -5,6 +5,8 @@ from pathlib import Path
 
 from measuring import Record
 
+from refocused.system.atomic_files import replace_file
+
 RESULT = "@@ "  # how a line of a slice's output begins that holds a result as JSON
 COLUMNS = (
     ("time", "ms", "{:,.2f} ms"),
@@ -75,7 +77,9 @@ def write_report(file: Path, results: Sequence[Record], *, waiting: Sequence[str
     left_out = [result for result in results if "left_out" in result]
     lines += ["", "## Left out", ""] if left_out else []
     lines += [f"- {_place(result)}: {result['left_out']}" for result in left_out]
-    file.write_text("\n".join(lines) + "\n")
+    replace_file(
+        file, ("\n".join(lines) + "\n").encode()
+    )  # whole, also in a sitting that is killed
 
 
 def failures(results: Sequence[Record]) -> list[Record]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from ranks import train
 from test_resume import same
-from tiny import log_lines, tiny_run
+from tiny import log_lines, tiny_run, wait_for_the_mirror
 
 from refocused.bucket.folder import DirectoryBucket
 from refocused.checkpoints.mirror.lease import read_lease
@@ -72,6 +72,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number, ids in tokens.items():
         np.save(folder / "tokens" / f"shard_{number:03d}.npy", ids)
     start(folder, f"run.steps={SAVED}")
+    wait_for_the_mirror(folder / RUN, SAVED)  # it copies the last logs after the run
     return folder
 
 
