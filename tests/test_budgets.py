@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 BUDGETS = {
     "statements": (30_740, 25_500),
     "package files": (225, 220),
-    "tests lines": (43_940, 34_000),
+    "tests lines": (43_945, 34_000),
     "benchmarks lines": (5_500, 5_500),
     "train closure statements": (18_320, 15_000),
     "loop closure lines": (5_500, 5_500),

@@ -15,12 +15,12 @@ from refocused.checkpoints.step.checkpoint_manifest import COMMITTED
 from refocused.checkpoints.step.verify import verify
 from refocused.system.processes import this_process
 
-PATIENCE_SECONDS = 30
+TIMEOUT_SECONDS = 30
 
 
 def drain(
     mirror: CheckpointMirror,
-    timeout_s: float = PATIENCE_SECONDS,
+    timeout_s: float = TIMEOUT_SECONDS,
     progress: Callable[[MirrorStatus | None], None] | None = None,
 ) -> bool:
     mirror.request_drain(timeout_s)

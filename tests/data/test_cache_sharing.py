@@ -37,6 +37,15 @@ def test_ranks_that_do_not_fetch_share_one_download(site):
     assert sorted(site.bucket.downloads) == [f"a/t_{i}.npy" for i in range(4)]
 
 
+def test_a_process_that_is_frozen_while_it_makes_room_holds_up_no_other_for_good(site):
+    cache, frozen = site.cache(fetch_timeout_s=1.0), ShardLocks(site.folder / "locks")
+    assert frozen.acquire("room")
+    with pytest.raises(ShardError, match="nothing has been fetched for 1 s"):
+        cache.open(5)
+    frozen.close()
+    assert np.array_equal(opened(cache, 5), shard_tokens(5))
+
+
 def test_a_rank_that_does_not_fetch_waits_for_the_plan_of_another(site):
     fetcher = site.cache(disk_limit_gb=(SHARD_BYTES + OBJECT_BYTES) / 1e9)
     reader = site.cache(fetches=False)

@@ -25,7 +25,7 @@ from refocused.system.errors import BucketError, RefocusedError, ShardError
 
 POLL_SECONDS = 0.05
 PAUSE_SECONDS = 0.2  # until a shard that another process fetches is looked at again
-PATIENCE_SECONDS = 2.0  # of a rank that does not fetch, with a shard that nobody fetches
+TAKEOVER_SECONDS = 2.0  # until a rank that does not fetch takes a shard that nobody fetches
 PROOFS = 2  # that an object is wrong, before its shard is given up
 RETRY = Retry()  # its waits: trouble that may pass is retried without end
 CLOSE_SECONDS = 10.0
@@ -213,7 +213,7 @@ class ShardCache:
                 now = time.monotonic()
                 if not local.locks.is_free(local.lock("fetch", index)):
                     fetched = now
-                fetches = fetches or now - fetched > PATIENCE_SECONDS
+                fetches = fetches or now - fetched > TAKEOVER_SECONDS
                 if fetches:
                     with self._changed:
                         queue.request(index)
@@ -346,7 +346,8 @@ class ShardCache:
         it is opened: soon, so that is no trouble.
         """
         local, queue, needed = self._local, self._queue, self._local.peaks[index]
-        local.locks.acquire("room", wait=True)
+        if not local.locks.acquire("room"):  # another process makes room; do not wait for it here
+            return False
         try:
             incoming = needed + sum(local.peaks[i] for i in queue.busy) + local.reserved_by_others()
             stored, disk = local.stored(), shutil.disk_usage(local.folder)
