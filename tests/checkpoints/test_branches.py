@@ -161,3 +161,16 @@ def test_only_completed_checkpoints_start_a_branch(
     assert chosen(catalog) == ("checkpoint_step_10", 2, ((1, 10),))
     (there / "COMMITTED").unlink()  # an upload that never finished
     assert chosen(catalog) == ("checkpoint_step_10", 1, ())
+
+
+def test_steps_before_the_fork_are_never_repeated_on_the_branch(local: Path) -> None:
+    """Regression: with its fork damaged, branch 2 saved step 20 in the folder of branch 1."""
+    for step in (10, 20):
+        make_step(local, step, run_id="a")
+    record(local, Branch(run_id="a", number=2, ancestry=((1, 20),)))
+    assert chosen(Catalog(local)) == ("checkpoint_step_20", 2, ((1, 20),))
+    (local / "checkpoint_step_20" / "trainer.json").unlink()
+    assert chosen(Catalog(local)) == ("checkpoint_step_10", 3, ((1, 10),))
+    for step in (10, 20):
+        remove_checkpoint(local / f"checkpoint_step_{step}")
+    assert chosen(Catalog(local)) == (None, 3, ())

@@ -143,14 +143,16 @@ def next_branch(
     checkpoint: Checkpoint | None,
     corrupt: Sequence[str] = (),
 ) -> Branch:
-    """Return the present branch, or a new one if later checkpoints exist on it.
+    """Return the present branch, or a new one if later checkpoints exist or were on it.
 
-    Those named in `corrupt` do not count; they are replaced.
+    Those named in `corrupt` do not count; they are replaced, but for those of an ancestor: its
+    folder must not get steps of another branch.
     """
     number = 0 if checkpoint is None else checkpoint.step
     on_it = checkpoint is None or present.holder(number) == checkpoint.manifest.branch
+    continues = on_it and present.holder(number + 1) == present.number  # not from an ancestor
     later = [e for e in entries if checkpoint is None or (e.is_present and e.step > number)]
-    if on_it and not any(  # an interrupted upload does not count
+    if continues and not any(  # an interrupted upload does not count
         (entry.local != ABSENT and entry.name not in corrupt)
         or (entry.bucket != ABSENT and not entry.bucket.endswith("%"))
         for entry in later
