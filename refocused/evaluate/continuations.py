@@ -17,7 +17,7 @@ from refocused.system.world import World
 class Continuation:
     """Token ids; the last ones are scored."""
 
-    ids: tuple[int, ...]  # at most one more than the model's context
+    ids: Sequence[int]  # at most one more than the model's context
     scored: int  # number of ids scored, at the end
     is_cut: bool = False  # the beginning of the context was cut
 
@@ -154,8 +154,8 @@ def batches_by_length(
 def tensors_of(continuations: Sequence[Continuation]) -> tuple[Tensor, Tensor]:
     """Return inputs and labels `[B, T]`, padded on the right."""
     some = continuations or [Continuation((0, 0), 0)]
-    inputs = [torch.tensor(continuation.ids[:-1]) for continuation in some]
-    labels = [torch.tensor(continuation.ids[1:]) for continuation in some]
+    inputs = [torch.tensor(list(continuation.ids[:-1])) for continuation in some]
+    labels = [torch.tensor(list(continuation.ids[1:])) for continuation in some]
     for row, continuation in zip(labels, some, strict=True):
         row[: len(row) - continuation.scored] = IGNORED_LABEL
     padded = pad_sequence(labels, batch_first=True, padding_value=IGNORED_LABEL)
