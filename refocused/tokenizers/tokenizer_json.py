@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from refocused.system.atomic_files import read_regular
 from refocused.system.errors import ShardError, tokenizer_errors
 from refocused.tokenizers import encoders
@@ -59,6 +61,49 @@ def _finished(tokenizer: Any, end_of_text_id: int, *, splits_words: bool) -> byt
     assert tokenizer.token_to_id(encoders.END_OF_TEXT) == end_of_text_id
     text: str = tokenizer.to_str()
     return text.encode()
+
+
+def byte_lengths(content: bytes) -> encoders.Ids | None:
+    """Return how many bytes of text each id of a `tokenizer.json` stands for, `(ids,)`.
+
+    0 are special tokens and ids without a token. None: the ids do not stand for the bytes of the
+    text alone, since it is not byte-level, or puts a space before a text, or changes the text. Of
+    normalizers, NFC is taken: what it changes is spelt alike.
+    """
+    inner = json.loads(encoders.load_content(content, where=TOKENIZER_FILE).to_str())
+    model, splits = inner["model"], _parts(inner["pre_tokenizer"], "pretokenizers")
+    levels = [part for part in splits if part["type"] == "ByteLevel"]
+    others = {part["type"] for part in splits} - {"ByteLevel", "Split", "Digits"}
+    normalizers = {part["type"] for part in _parts(inner["normalizer"], "normalizers")}
+    affixes = model.get("continuing_subword_prefix"), model.get("end_of_word_suffix")
+    if (
+        not levels
+        or any(part["add_prefix_space"] for part in levels)
+        or others | normalizers - {"NFC"}
+    ):
+        return None
+    byte_of = encoders.bytes_by_character()
+    vocabulary = model["vocab"]
+    added = {row["content"]: row for row in inner["added_tokens"]}
+    if model["type"] != "BPE" or any(affixes):
+        return None
+    ids = {row["id"]: row["content"] for row in inner["added_tokens"]}
+    lengths = np.zeros(max([*vocabulary.values(), *ids], default=-1) + 1, np.uint16)
+    for token, number in vocabulary.items():
+        if token not in added:
+            if not byte_of.keys() >= set(token):
+                return None
+            lengths[number] = len(token)
+    for number, token in ids.items():
+        lengths[number] = 0 if added[token]["special"] else len(token.encode())
+    return lengths
+
+
+def _parts(step: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
+    """Return the parts of a step of a `tokenizer.json`, which may be a sequence."""
+    if step is None:
+        return []
+    return list(step[name]) if step["type"] == "Sequence" else [step]
 
 
 def saved_files(content: bytes, end: str | None) -> dict[str, bytes]:
