@@ -18,11 +18,11 @@ from typing import Any
 
 from refocused.config.yaml_source import parse_yaml
 from refocused.evaluate.continuations import Continuation, Encoder, Scored
-from refocused.evaluate.multiple_choice import Examination, Measure, mean_of
+from refocused.evaluate.multiple_choice import EncodedTask, Measure, mean_of, prepare
+from refocused.evaluate.tasks import CORE, TaskFile, read_questions
 from refocused.system.errors import ConfigError, EvaluationError
 from refocused.system.strict_json import parse_json_object
 
-CORE = "core"
 TASKS_FILE, CHANCE_FILE, ITEMS_FOLDER = "core.yaml", "eval_meta_data.csv", "eval_data"
 ITEM_SEED, EXAMPLE_SEED = 1337, 1234  # nanochat's
 PROMPTS_AT_ONCE = 1024  # encoded together
@@ -164,20 +164,19 @@ class Answer:
         return losses.index(min(losses)) == self.gold
 
 
-def prepare_core(
-    name: str, folder: Path, encoder: Encoder, *, limit: int | None = None
-) -> Examination:
-    """Encode all tasks of a bundle for one model; see `prepare_tasks`.
+def encode_task(task: TaskFile, encoder: Encoder, *, limit: int | None = None) -> EncodedTask:
+    """Encode a task of any form but `perplexity` for one model; of CORE, all of its tasks.
 
     Raises:
-        EvaluationError: As `read_bundle`; or the tokenizer has no token that begins a document.
+        EvaluationError: As `read_questions`, `prepare`, `read_bundle` and `prepare_tasks`.
     """
-    answered, continuations, skipped = prepare_tasks(
-        name, read_bundle(folder, limit=limit), encoder
-    )
+    if task.form != CORE:
+        return prepare(task.name, read_questions(task, limit=limit), encoder)
+    tasks = read_bundle(task.file, limit=limit)
+    answered, continuations, skipped = prepare_tasks(task.name, tasks, encoder)
     items = sum(len(answers) for _, answers in answered)
     measure = functools.partial(measures_of, answered)
-    return Examination(name, items, continuations, measure, skipped=skipped)
+    return EncodedTask(task.name, items, continuations, measure, skipped=skipped)
 
 
 def prepare_tasks(
@@ -188,6 +187,9 @@ def prepare_tasks(
     Prompts begin with the end-of-text token and lose their beginning where they exceed the model's
     context. Scored are: of a multiple choice, what follows the prompts' common beginning; of a
     schema, their common end; of a language modeling task, the answer.
+
+    Raises:
+        EvaluationError: The tokenizer has no token that begins a document.
     """
     first = encoder.end_of_text_id
     if first is None:

@@ -14,8 +14,9 @@ from torch import Tensor
 from refocused.config.model_shape import families
 from refocused.evaluate import multiple_choice
 from refocused.evaluate.continuations import Continuation, Encoder, Scored, score_all, tensors_of
+from refocused.evaluate.core import encode_task
 from refocused.evaluate.load_model import LoadedModel
-from refocused.evaluate.tasks import PERPLEXITY, TaskFile, read_questions
+from refocused.evaluate.tasks import PERPLEXITY, TaskFile
 from refocused.models.causal_lm import softcap_of
 from refocused.models.head_loss import LogitTerms, label_scores
 from refocused.system.errors import EvaluationError
@@ -113,9 +114,7 @@ class Evaluation:
         def prepared(task: TaskFile) -> multiple_choice.EncodedTask:
             limit, encoder = self._limit, self._encoder
             if task.form != PERPLEXITY:
-                return multiple_choice.prepare(
-                    task.name, read_questions(task, limit=limit), encoder
-                )
+                return encode_task(task, encoder, limit=limit)
             text = read_text(task.file)
             return prepare_text(task.name, text, encoder, stride=self._stride, limit=limit)
 

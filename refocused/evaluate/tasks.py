@@ -10,6 +10,7 @@ from refocused.system.errors import ConfigError, EvaluationError, local_path
 from refocused.system.strict_json import MalformedError, parse_json_object
 
 PERPLEXITY = "perplexity"
+CORE = "core"  # the bundle of DCLM's tasks, see `core.py`
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,19 +36,21 @@ def find_tasks(requests: Sequence[str], *, data: Path | None) -> list[TaskFile]:
     """Find the files of tasks.
 
     Args:
-        requests: Each is a key of `FORMS` or `perplexity`, with its files in `data`; NAME=FILE; or
-            a FILE: `.jsonl`, whose fields give the form, or `.txt`.
+        requests: Each is a key of `FORMS`, `perplexity` or `core`, with its files in `data`;
+            NAME=FILE, or core=FOLDER; or a FILE: `.jsonl`, whose fields give the form, or `.txt`.
         data: A folder with `NAME*.jsonl`, perhaps in a folder NAME, and texts as `*.txt`.
 
     Raises:
         ConfigError: A name is unknown, a file is missing, or two tasks have the same name.
     """
     tasks: list[TaskFile] = []
-    known = (*FORMS, PERPLEXITY)
+    known = (*FORMS, PERPLEXITY, CORE)
     for request in requests:
         name, equals, given = request.partition("=")
         form = {".jsonl": PLAIN, ".txt": PERPLEXITY}.get(Path(name).suffix)
-        if name in known and equals:
+        if name == CORE and (equals or data is not None):
+            tasks.append(TaskFile(name, name, local_path(given) if equals else Path(data or "")))
+        elif name in known and equals:
             tasks.append(TaskFile(name, name, _existing(given)))
         elif name in known and data is not None:
             tasks += _in_folder(name, data)

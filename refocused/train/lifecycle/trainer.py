@@ -53,9 +53,10 @@ from refocused.estimate.flops import flops_per_token, mfu_fraction, possible_mfu
 from refocused.estimate.memory import checkpoint_bytes, usable_bytes
 from refocused.estimate.memory_plan import Choice, choose, largest_micro, plan_host, refuse_cpu
 from refocused.evaluate.continuations import Encoder
+from refocused.evaluate.core import encode_task
 from refocused.evaluate.final_model import prepare_final_model
-from refocused.evaluate.multiple_choice import EncodedTask, prepare
-from refocused.evaluate.tasks import find_tasks, read_questions
+from refocused.evaluate.multiple_choice import EncodedTask
+from refocused.evaluate.tasks import find_tasks
 from refocused.metrics.history import METRICS_FILE
 from refocused.metrics.jsonl import number, read_json
 from refocused.metrics.meter import Meter, forecast
@@ -702,7 +703,7 @@ def build_texts(
         try:
             encoder = Encoder(tokenizer, context_tokens=context_tokens, vocabulary=vocabulary)
             return [
-                prepare(task.name, read_questions(task, limit=evaluation.task_items), encoder)
+                encode_task(task, encoder, limit=evaluation.task_items)
                 for task in find_tasks(evaluation.tasks, data=None)
             ]
         except (ConfigError, EvaluationError) as error:
