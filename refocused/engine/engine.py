@@ -190,12 +190,23 @@ class Engine:
         with self._evaluating():
             return self._loss(input_ids, labels)
 
+    def label_losses(self, input_ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the loss of each label of a batch; see `CausalLM.label_losses`."""
+        with self._evaluating():
+            both: tuple[Tensor, Tensor] = self._engine.module.label_losses(
+                *self._on_device(input_ids, labels)
+            )
+        return both
+
     def _loss(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        loss: Tensor = self._engine(*self._on_device(input_ids, labels))
+        return loss
+
+    def _on_device(self, input_ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         if input_ids.device != self._device:  # views would be copied through pageable memory
             both = torch.stack([input_ids, labels]).pin_memory()
             input_ids, labels = both.to(self._device, non_blocking=True)
-        loss: Tensor = self._engine(input_ids, labels)
-        return loss
+        return input_ids, labels
 
     @contextlib.contextmanager
     def weights_gathered(self) -> Iterator[None]:

@@ -1,6 +1,8 @@
 """Score continuations of contexts in batches of similar length; sum the losses of batches."""
 
 import dataclasses
+import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -164,35 +166,48 @@ def tensors_of(continuations: Sequence[Continuation]) -> tuple[Tensor, Tensor]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ValidationLoss:
-    """Mean losses, nats a token: over all sequences of all ranks, and of each source."""
+    """Mean losses, nats a token: over all sequences of all ranks, and of each source.
+
+    `bits_per_byte` does not depend on the tokenizer: summed nats over summed bytes of the labels
+    that stand for text, in bits. None: the tokenizer's ids have no known lengths.
+    """
 
     mean: float
     by_source: dict[str, float]
+    bits_per_byte: float | None = None
 
 
 class LossSums:
     """Sums the losses of this rank's batches, by source."""
 
-    def __init__(self) -> None:
-        self._sums: dict[str | None, list[float]] = {}  # total loss, tokens
+    def __init__(self, byte_lengths: Tensor | None = None) -> None:
+        """Count bytes by `byte_lengths`, those of each id `[V]`, on the batches' device."""
+        self._byte_lengths = byte_lengths
+        # Losses, tokens, losses of tokens that stand for text, their bytes.
+        self._sums: dict[str | None, list[float]] = {}
 
-    def add(self, source: str | None, labels: Tensor, loss: Tensor) -> None:
-        """Add a batch of a source, with the mean loss over its labels."""
-        on_device = loss.double(), (labels != IGNORED_LABEL).sum()
-        mean, counted = torch.stack(on_device).tolist()  # read together: the host waits once
-        sums = self._sums.setdefault(source, [0.0, 0.0])
-        sums[0] += mean * counted
-        sums[1] += counted
+    def add(self, source: str | None, losses: Tensor, labels: Tensor) -> None:
+        """Add a batch of a source: the loss of each label `[B, T]`, and the labels."""
+        losses, counted = losses.double(), labels != IGNORED_LABEL
+        on_device = [losses.sum(), counted.sum()]
+        if self._byte_lengths is not None:
+            sizes = self._byte_lengths[labels.where(counted, 0)].where(counted, 0)
+            on_device += [losses.where(sizes > 0, 0.0).sum(), sizes.sum()]
+        added = torch.stack([value.double() for value in on_device]).tolist()  # one wait
+        sums = self._sums.setdefault(source, [0.0] * 4)
+        self._sums[source] = [a + b for a, b in itertools.zip_longest(sums, added, fillvalue=0.0)]
 
     def mean(self, world: World) -> ValidationLoss | None:
         """Return the mean losses over all ranks, None without data; every rank must call."""
         # Every rank has batches of the same sources, in the same order.
         flat = world.total([number for sums in self._sums.values() for number in sums])
-        losses, tokens = flat[0::2], flat[1::2]
+        losses, tokens, of_text, text_bytes = (flat[part::4] for part in range(4))
         if not sum(tokens):
             return None
+        size = sum(text_bytes)
         return ValidationLoss(
             mean=sum(losses) / sum(tokens),
+            bits_per_byte=sum(of_text) / size / math.log(2) if size else None,
             by_source={
                 name: total / counted
                 for name, total, counted in zip(self._sums, losses, tokens, strict=True)

@@ -152,7 +152,7 @@ def measure_validation(
         with torch.inference_mode():
             for each in data.validation_batches():
                 inputs, labels = each.input_ids.to(world.device), each.labels.to(world.device)
-                losses.add(each.source, each.labels, network(inputs, labels))
+                losses.add(each.source, *network.label_losses(inputs, labels))
         return losses
 
     began = time.monotonic()

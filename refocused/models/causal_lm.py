@@ -69,6 +69,17 @@ class CausalLM(nn.Module):
         loss = head(self._hidden(input_ids, group), group.own(labels)) * group.label_share(labels)
         return loss if torch.is_grad_enabled() else group.mean(loss)
 
+    def label_losses(self, input_ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the loss of each label in nats (0 for -100) and the labels, `[B, T]` each.
+
+        If ranks share the sequences, they call together, and each has those of its slice.
+        """
+        group = self.sequence
+        hidden = self._hidden(input_ids, group)
+        labels = labels if group is None else group.own(labels)
+        losses: Tensor = self.network.get_output_embeddings()(hidden, labels, of_each=True)
+        return losses, labels
+
     def logits(self, input_ids: Tensor, *, last: int | None = None) -> Tensor:
         """Return the logits `[B, T, V]` of the next tokens, or only those of the `last` ones."""
         hidden = self._hidden(input_ids)

@@ -62,7 +62,9 @@ class LossHead(nn.Linear):
         self.weight = weight
         self.chunk_tokens, self.terms = chunk_tokens, terms
 
-    def forward(self, hidden: Tensor, labels: Tensor | None = None) -> Tensor:
+    def forward(
+        self, hidden: Tensor, labels: Tensor | None = None, *, of_each: bool = False
+    ) -> Tensor:
         """Return logits `[..., V]`, or the mean loss over labels that are not -100.
 
         The logits are not capped, as transformers' models do that after their head.
@@ -70,6 +72,7 @@ class LossHead(nn.Linear):
         Args:
             hidden: Hidden states `[..., D]`.
             labels: Ids of the next tokens (already shifted), `[...]`.
+            of_each: Return the loss of each label instead, `[...]`, without a gradient; 0 for -100.
         """
         if labels is None:
             return super().forward(hidden)
@@ -77,9 +80,23 @@ class LossHead(nn.Linear):
         if torch.is_autocast_enabled(hidden.device.type):  # does not reach the products below
             dtype = torch.get_autocast_dtype(hidden.device.type)
             hidden, weight = hidden.to(dtype), weight.to(dtype)
+        rows = hidden.flatten(0, -2)
+        if of_each:
+            each = rows, labels.flatten()
+            parts = (torch.split(tensor, self.chunk_tokens) for tensor in each)
+            losses = [
+                F.cross_entropy(
+                    self.terms.cap(F.linear(part, weight)[:, : self.vocabulary]).float(),
+                    ids,
+                    ignore_index=IGNORED_LABEL,
+                    reduction="none",
+                )
+                for part, ids in zip(*parts, strict=True)
+            ]
+            return torch.cat(losses).view(labels.shape)
         return head_loss(
             self.form,
-            hidden.flatten(0, -2),
+            rows,
             weight,
             labels.flatten(),
             chunk=self.chunk_tokens,

@@ -101,11 +101,7 @@ def validation_loss(trainer: Trainer) -> ValidationLoss | None:
     with contextlib.closing(ReadAhead(batch_by_batch(), ready=BATCHES_READY)) as ahead:
         while batches := fetch_together(trainer.world, ahead.take, trainer.stop):
             (batch,) = batches
-            losses.add(
-                batch.source,
-                batch.labels,
-                trainer.engine.validation_loss(batch.input_ids, batch.labels),
-            )
+            losses.add(batch.source, *trainer.engine.label_losses(batch.input_ids, batch.labels))
             if trainer.stop.agreed():
                 return None
     return None if batches is None else losses.mean(trainer.world)
