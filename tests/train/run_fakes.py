@@ -102,6 +102,10 @@ class FakeEngine:
         self.log.append("validate")
         return torch.tensor(self.validation(input_ids, labels))
 
+    def label_losses(self, input_ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        mean = self.validation_loss(input_ids, labels)
+        return mean.expand(labels.shape).where(labels != IGNORED_LABEL, 0.0), labels
+
     def label_scores(
         self, input_ids: Tensor, labels: Tensor, *, vocabulary: int
     ) -> tuple[Tensor, Tensor]:

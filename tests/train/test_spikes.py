@@ -139,8 +139,22 @@ def test_a_rewind_leaves_out_the_sequences_of_the_spike_and_of_the_step_before()
 def test_nothing_is_judged_in_the_warm_up():
     watch = watch_of([], "skip", warmup_steps=100)
     watch.steps.extend(JudgedStep(step, step, 1.0, 1.0, False) for step in range(1, 100))
-    assert watch.limits(100) == Limits()
+    assert watch.limits(80) == watch.limits(100) == Limits()
     assert watch.limits(101) == (pytest.approx(1.1), pytest.approx(2.0), True)
+
+
+def test_a_step_is_judged_by_the_128_steps_that_end_two_before_it():
+    def limit(*losses):  # of step 200, with these losses of its steps and 1 for the others
+        watch = watch_of([], "warn")
+        steps = [JudgedStep(n, n, dict(losses).get(n, 1.0), 1.0, False) for n in range(60, 200)]
+        watch.restore(steps)
+        assert len(watch.steps) == WINDOW + LAG
+        return watch.limits(200).loss
+
+    inside = [(n, 2.0) for n in range(135, 199)]  # the half of the window, and the half above it
+    assert limit(*inside[1:]) == limit(*inside[1:], (70, 2.0), (199, 2.0)) == pytest.approx(1.1)
+    for first, last in ((71, 134), (135, 198)):
+        assert limit(*((n, 2.0) for n in range(first, last + 1))) > 2
 
 
 def test_a_malformed_record_of_a_checkpoint_is_an_error():
