@@ -89,6 +89,34 @@ def test_an_update_is_nearly_orthogonal_and_as_large_as_adamws(shape, iterated, 
     )
 
 
+def iterated_exactly(matrix):
+    """Return the iteration in float64, on the singular values alone: a polynomial of each."""
+    left, values, right = torch.linalg.svd(matrix.bfloat16().double(), full_matrices=False)
+    a, b, c = (3.4445, -4.7750, 2.0315)
+    values = values / values.square().sum().sqrt()
+    for _ in range(5):
+        values = a * values + b * values**3 + c * values**5
+    return left @ values.diag() @ right
+
+
+@pytest.mark.parametrize("shape", [(64, 256), (256, 64), (200, 72), (192, 192)], ids=str)
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_rounding_to_bfloat16_costs_no_more_than_in_torchs_muon(shape, seed, monkeypatch):
+    monkeypatch.setattr(module, "iteration_type", lambda device: torch.bfloat16)
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    weight = nn.Parameter(torch.zeros(shape))
+    weight.grad = matrix.clone()
+    torchs = torch.optim.Muon(
+        [weight], lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False, adjust_lr_fn="original"
+    )
+    torchs.step()
+    exact = iterated_exactly(matrix)
+    results = module.orthogonal(matrix), -weight.detach() / max(1, shape[0] / shape[1]) ** 0.5
+    error, of_torch = (float((one.double() - exact).norm() / exact.norm()) for one in results)
+    assert 5e-3 < of_torch < 2e-2  # so `exact` is what both approximate
+    assert error <= of_torch * (1 + 1e-3)  # `weight` is divided, in float32
+
+
 def optimizer_of(layer, config):
     """Return the optimizer of a model whose only block is a layer."""
     return build_optimizer(nn.Sequential(layer, nn.LayerNorm(1)), config, block_class=type(layer))
