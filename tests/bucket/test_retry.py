@@ -5,13 +5,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
 from fakes import GARBLED, ON_GS, Emulator, Fault, Request
 from google.auth.credentials import AnonymousCredentials
 
 from refocused.bucket import gcs as gcs_transport
 from refocused.bucket.bucket import ANONYMOUS
 from refocused.bucket.open_bucket import Credentials, open_bucket
-from refocused.bucket.retry import Attempts, RefusedRequestError, Retry, parsed_retry_after
+from refocused.bucket.retry import (
+    Attempts,
+    RefusedRequestError,
+    Retry,
+    fault_of_response,
+    parsed_retry_after,
+)
 from refocused.bucket.retry import Fault as StoreFault
 from refocused.bucket.store import Login, Store
 from refocused.system.errors import BucketError
@@ -291,6 +298,35 @@ def test_a_wait_shorter_than_the_store_requests_is_reported(
     attempts.wait_after(StoreFault("HTTP 503", transient=True, retry_after_s=86400.0))
     assert "request for gs://b/x: HTTP 503; retrying in 30.0 s" in caplog.text
     assert "the store requests 86,400 s" in caplog.text
+    caplog.clear()
+    for kept in (30.0, 29.0, 0.0):  # those are not: the wait is as long, or longer by jitter
+        long = Retry(sleep=lambda _: None, initial_s=30.0, max_wait_s=30.0, draw=lambda: 1.0)
+        fault = StoreFault("HTTP 503", transient=True, retry_after_s=kept)
+        Attempts(long, operation="request").wait_after(fault)
+    assert len(caplog.records) == 3 and "the store requests" not in caplog.text
+
+
+def test_progress_starts_the_count_of_failures_anew(waits: list[float]) -> None:
+    policy = Retry(attempts=3, draw=lambda: 1.0, sleep=waits.append)
+    attempts, fault = Attempts(policy, operation="request"), StoreFault("cut", transient=True)
+    for _ in range(3):
+        attempts.progressed()
+        attempts.wait_after(fault)
+        attempts.wait_after(fault)
+    assert waits == [0.5, 1.0] * 3
+    with pytest.raises(BucketError, match=r"gave up after 3 attempts"):
+        attempts.wait_after(fault)
+
+
+def test_a_response_without_a_message_is_described_by_its_reason_or_text() -> None:
+    def reason(status: int, reason: str | None, content: bytes) -> str:
+        response = requests.Response()
+        response.status_code, response.reason, response._content = status, reason, content
+        return fault_of_response(response).reason
+
+    assert reason(502, "Bad Gateway", b"<html>") == "HTTP 502 Bad Gateway"
+    assert reason(502, None, b"upstream") == "HTTP 502 upstream"
+    assert reason(502, "Bad Gateway", b'{"error": {"message": "busy"}}') == "HTTP 502 busy"
 
 
 @pytest.mark.parametrize(
