@@ -203,8 +203,9 @@ class Ways:
         checkpointer, state = self._checkpointer()
         begin = functools.partial(checkpointer.save, files_done=0, in_background=True)
         copy = seconds(lambda: begin(self._engine, state))
-        begun: Any = checkpointer._pending
-        writing = seconds(begun[1].result)
+        assert checkpointer._pending is not None
+        written = checkpointer._pending[-1].result
+        writing = seconds(written)
         self._world.barrier()
         commit = seconds(lambda: checkpointer.finish(wait=True))
         return {"async, stall": copy + commit, "async, until written": copy + writing + commit}
