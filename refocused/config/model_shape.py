@@ -99,6 +99,8 @@ class Family:
     kept: Bytes = dataclasses.field(default_factory=dict)  # by autograd, with attention
     # Read and written besides products and mixer: `eager` or `compiled`, `forward` or `backward`.
     moved: Mapping[str, Mapping[str, Bytes]]
+    # Ends of the names of the matrices that write into the residual stream.
+    projections: tuple[str, ...]
     names_in_files: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of tensors
 
     @property

@@ -1,6 +1,6 @@
 """Settings of a step: batch, optimizer, schedule, precision and ZeRO."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, get_args
 
 import pydantic
 
@@ -21,6 +21,9 @@ from refocused.config.section import (
 
 Dtype = Literal["bf16", "fp16", "fp32"]
 OptimizerKind = Literal["adamw", "muon"]
+# Parameters with a peak rate of their own, `optimizer.ROLE_lr`; `matrix`: those that Muon updates.
+Role = Literal["matrix", "embedding", "head", "scalar"]
+ROLES: tuple[Role, ...] = get_args(Role)
 DECAY_FRACTION = 0.2  # Hägele et al. 2024: as good as a cosine of the same length
 
 
@@ -50,6 +53,17 @@ class BatchConfig(Section):
         return self
 
 
+OF_MUON = (
+    "matrix_lr",
+    "matrix_decay",
+    "cautious_decay",
+    "normuon",
+    "momentum",
+    "momentum_warmup_steps",
+    "momentum_end",
+)
+
+
 class OptimizerConfig(Section):
     """AdamW or Muon; weight decay applies to matrices only, not to biases and norms."""
 
@@ -67,25 +81,56 @@ class OptimizerConfig(Section):
     weight_decay: NotNegative = setting(0.1, "0.05")
     """Decoupled weight decay of matrices and embeddings; each step's is multiplied by its learning
     rate."""
+    decay_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Every weight decay over the run: `constant`, or falling to 0 at its last step along a line or
+    half a cosine."""
+    embedding_lr: Positive | None = setting(None, "0.3")
+    """Peak learning rate of the embeddings (with a tied head, of both); unset: `lr`."""
+    embedding_betas: tuple[DecayRate, DecayRate] | None = setting(None, "[0.8, 0.995]")
+    """The embeddings' `betas`."""
+    embedding_decay: NotNegative | None = setting(None, "0.001")
+    """The embeddings' `weight_decay`."""
+    head_lr: Positive | None = setting(None, "8e-3")
+    """Peak learning rate of the head, if it is not tied to the embedding; unset: `lr`."""
+    head_betas: tuple[DecayRate, DecayRate] | None = setting(None, "[0.8, 0.96]")
+    """The head's `betas`."""
+    head_decay: NotNegative | None = setting(None, "0.01")
+    """The head's `weight_decay`."""
+    scalar_lr: Positive | None = setting(None, "1e-2")
+    """Peak learning rate of biases, norms and other vectors; unset: `lr`."""
+    scalar_betas: tuple[DecayRate, DecayRate] | None = setting(None, "[0.8, 0.95]")
+    """The vectors' `betas`."""
     matrix_decay: NotNegative | None = setting(None, "0.05")
     """Weight decay of Muon's matrices; unset: `weight_decay`."""
     cautious_decay: Flag = False
     """Decay elements of Muon's matrices only where the update also moves them towards 0."""
     normuon: Flag = False
     """Give each output of Muon's matrices an update of the same size over time (NorMuon)."""
+    momentum: DecayRate = setting(0.95, "0.97")
+    """Muon's momentum."""
     momentum_warmup_steps: CountOrZero = setting(0, "300")
-    """Steps in which Muon's momentum rises from 0.85 to 0.95; 0: always 0.95."""
+    """Steps in which Muon's momentum rises from 0.85."""
+    momentum_end: DecayRate | None = setting(None, "0.9")
+    """Muon's momentum in the last step, to which it falls while the learning rate decays."""
     clip: NotNegative = setting(1.0, "0.5")
     """Clip the gradient to this global norm; 0: no clipping."""
 
     @pydantic.model_validator(mode="after")
     def _muon_for_its_settings(self) -> Self:
         fields = type(self).model_fields
-        names = ("matrix_lr", "matrix_decay", "cautious_decay", "normuon", "momentum_warmup_steps")
-        changed = [name for name in names if getattr(self, name) != fields[name].default]
+        changed = [name for name in OF_MUON if getattr(self, name) != fields[name].default]
         if self.kind != "muon" and changed:
             raise ValueError(f"set kind: muon to use {', '.join(changed)}")
         return self
+
+    def peak(self, role: Role | None = None) -> float:
+        """Return the peak learning rate of a role, or of all parameters without a rate."""
+        return (role and getattr(self, f"{role}_lr")) or self.lr
+
+    def has_group(self, role: Role) -> bool:
+        """Whether the embeddings or the head have any setting of their own."""
+        names = (f"{role}_lr", f"{role}_betas", f"{role}_decay")
+        return any(getattr(self, name) is not None for name in names)
 
 
 class ScheduleConfig(Section):

@@ -58,6 +58,17 @@ class ModelConfig(Section):
     for one GPU. Attention exchanges tokens for heads between them (DeepSpeed Ulysses), TEN its
     states.
     """
+    embedding_std: Positive | None = setting(None, "0.8")
+    """Standard deviation of the initial token embedding; null: that of the preset
+    (`initializer_range`), as for the next three."""
+    head_std: NotNegative | None = setting(None, "1e-3")
+    """Standard deviation of the initial head, if it is not tied to the embedding."""
+    matrix_init: Literal["preset", "fan_in"] = "preset"
+    """Initial matrices of the blocks' linear layers; `fan_in`: uniform, with the variance 1 /
+    inputs."""
+    zero_projections: Flag = False
+    """Begin with zero for the matrices that write into the residual stream, so that each block
+    begins as the identity."""
     dropout: Fraction = setting(0.0, "0.1")
     """Dropout probability, everywhere in the model."""
     vocabulary_multiple: Count = setting(128, "64")
@@ -215,6 +226,9 @@ def check_run(config: RunConfig) -> Iterator[Misfit]:
         yield Misfit("run.replay_every", message)
     if model.resize_vocabulary and model.start_from is None:
         yield Misfit("model.resize_vocabulary", "needs model.start_from. Set it, too.")
+    if config.optimizer.momentum_end is not None and schedule.kind in ("constant", "warm_restarts"):
+        message = f"schedule.kind = {schedule.kind} has no decay in which it would be reached."
+        yield Misfit("optimizer.momentum_end", f"{message} Set wsd, or leave this out.")
     if config.optimizer.kind == "muon" and offload != "none":
         message = "muon needs zero.offload_optimizer = none: it gathers whole matrices on the GPU."
         yield Misfit("optimizer.kind", message)
@@ -260,6 +274,14 @@ def check_shape(config: RunConfig, shape: ModelShape) -> Iterator[Misfit]:
         yield Misfit(
             "data.document_id", f"{message} document in the files, or raise model.vocabulary."
         )
+    for section in ("model", "optimizer") if shape.tied else ():
+        for key, value in getattr(config, section):
+            if key in ("head_std", "head_lr", "head_betas", "head_decay") and value is not None:
+                other = f"{section}.{key.replace('head', 'embedding')}"
+                message = (
+                    f"{preset} ties its head to the embedding. Set {other}, or leave this out."
+                )
+                yield Misfit(f"{section}.{key}", message)
     if config.data.mask_documents and not has_attention:
         message = f"{preset} ({shape.family}) has no attention. Set it to false, or choose another"
         yield Misfit("data.mask_documents", f"{message} model.preset.")

@@ -15,7 +15,7 @@ from torch import Tensor
 from refocused.engine import deepspeed_patches, shard_files
 from refocused.engine.bit_checks import BitChecks
 from refocused.engine.finite_updates import FiniteUpdates, Judge, UpdateOutcome
-from refocused.engine.optimizer import capture_settings, set_rates
+from refocused.engine.optimizer import MOMENTUM, capture_settings, set_rates
 from refocused.engine.resharding import SWAPPED, FillWeights, load_weights, reshard
 from refocused.engine.shard_files import HashingCheckpointEngine
 from refocused.engine.state_files import WrittenFile, read_state
@@ -102,11 +102,20 @@ class Engine:
 
         return train() if self._checks is None else self._checks.accumulate(train)
 
-    def update(self, learning_rate: float, judge: Judge | None = None) -> UpdateOutcome:
+    def update(
+        self,
+        learning_rate: float,
+        judge: Judge | None = None,
+        *,
+        momentum: float = MOMENTUM,
+        decay_share: float = 1.0,
+    ) -> UpdateOutcome:
         """Apply the accumulated gradient, if it is finite on all ranks.
 
-        Groups with an `lr_share` take that multiple of the learning rate. With a judge the outcome
-        has figures; one that skips, which needs `can_skip`, lets a spike change no weight or state.
+        `learning_rate` is of parameters without a rate of their own; those with one take the same
+        share of it. `momentum` is Muon's, `decay_share` the factor of every weight decay. With a
+        judge the outcome has figures; one that skips, which needs `can_skip`, lets a spike change
+        no weight or state.
 
         In fp16 an overflow skips one update; in other precisions all later ones are skipped too.
 
@@ -114,7 +123,7 @@ class Engine:
             TrainingError: On every rank: fp16 overflows at the smallest loss scale.
         """
         self.meter.begin("update")
-        set_rates(self._engine.optimizer, learning_rate, step=self.steps_made)
+        set_rates(self._engine.optimizer, learning_rate, momentum=momentum, decay_share=decay_share)
         self._norm_scale = deepspeed_patches.loss_factor(self._engine.optimizer)
         if self._guard is not None:
             self._guard.judge = judge

@@ -26,7 +26,6 @@ from refocused.system.errors import ConfigError
 from refocused.system.hardware import BF16_FLAGS, cpu_flags
 
 MOMENTUM = 0.95
-FIRST_MOMENTUM = 0.85  # of a warm-up
 MOMENT_DECAY = 0.95  # of the outputs' second moments (Li et al. 2025, NorMuon)
 ITERATIONS = 5
 # Of the quintic iteration (Jordan et al.): fast, with singular values within 0.7-1.2 at the end.
@@ -157,24 +156,6 @@ def fused_adamw(groups: list[dict[str, Any]], optimizer: OptimizerConfig) -> tor
     return torch.optim.AdamW(
         groups, lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps, fused=True
     )
-
-
-def matrix_settings(optimizer: OptimizerConfig, *, output_axis: int) -> dict[str, Any]:
-    """Return the settings of the group of matrices that AdamW's groups do not have."""
-    decay = optimizer.matrix_decay
-    return {
-        "lr_share": (optimizer.matrix_lr or optimizer.lr) / optimizer.lr,
-        "weight_decay": optimizer.weight_decay if decay is None else decay,
-        "cautious": optimizer.cautious_decay,
-        "momentum_warmup_steps": optimizer.momentum_warmup_steps,
-        "normalized_axis": output_axis if optimizer.normuon else None,
-    }
-
-
-def momentum_at(step: int, *, warmup_steps: int) -> float:
-    """Return the momentum of the update that follows `step` updates; it rises linearly."""
-    risen = min(1.0, step / warmup_steps) if warmup_steps else 1.0
-    return (1 - risen) * FIRST_MOMENTUM + risen * MOMENTUM
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
@@ -328,39 +309,56 @@ def build_optimizer(
     """Build torch's fused AdamW, or Muon for the matrices of the repeated block.
 
     Weight decay applies to matrices and embeddings, not to biases and norms. Tied weights are
-    updated once.
+    updated once. Embeddings and head have a group of their own if they have any setting of their
+    own.
     """
-    trained = [p for p in dict.fromkeys(model.parameters()) if p.requires_grad]
     chosen: list[nn.Parameter] = []
     if optimizer.kind == "muon":
         assert block_class is not None
         chosen = block_matrices(model, block_class)
-    is_chosen = {id(p) for p in chosen}
-    others = [p for p in trained if id(p) not in is_chosen]
-    groups: list[dict[str, Any]] = [
-        {"params": parameters, "weight_decay": decay}
-        for parameters, decay in (
-            (chosen, optimizer.weight_decay),
-            ([p for p in others if p.dim() >= 2], optimizer.weight_decay),
-            ([p for p in others if p.dim() < 2], 0.0),
-        )
-        if parameters
-    ]
+    roles = {id(p): "matrix" for p in chosen}
+    if optimizer.has_group("embedding"):
+        tables = (module for module in model.modules() if isinstance(module, nn.Embedding))
+        roles |= {id(module.weight): "embedding" for module in tables}
+    members: dict[str, list[nn.Parameter]] = {"matrix": chosen}
+    members |= {role: [] for role in ("embedding", "head", "other", "scalar")}
+    for name, parameter in model.named_parameters():  # tied ones once
+        is_head = optimizer.has_group("head") and name.endswith("lm_head.weight")
+        of_shape = "scalar" if parameter.dim() < 2 else "head" if is_head else "other"
+        if parameter.requires_grad and (role := roles.get(id(parameter), of_shape)) != "matrix":
+            members[role].append(parameter)
+    groups: list[dict[str, Any]] = []
+    for role, parameters in members.items():
+        decay = getattr(optimizer, f"{role}_decay", None)
+        decay = optimizer.weight_decay if decay is None else decay
+        group: dict[str, Any] = {
+            "params": parameters,
+            "lr_share": (getattr(optimizer, f"{role}_lr", None) or optimizer.lr) / optimizer.lr,
+            "full_decay": 0.0 if role == "scalar" else decay,
+            "matrices": role == "matrix",
+        }
+        group["weight_decay"] = group["full_decay"]
+        if role == "matrix":
+            group["cautious"] = optimizer.cautious_decay
+            group["normalized_axis"] = output_axis(model) if optimizer.normuon else None
+        else:
+            group["betas"] = getattr(optimizer, f"{role}_betas", None) or optimizer.betas
+        if parameters:
+            groups.append(group)
     if optimizer.kind == "muon":
-        for group in groups:
-            group["matrices"] = group["params"] is chosen
-            if group["matrices"]:
-                group.update(matrix_settings(optimizer, output_axis=output_axis(model)))
         return MuonAndAdamW(groups, optimizer=optimizer)
     return fused_adamw(groups, optimizer)
 
 
-def set_rates(optimizer: Any, learning_rate: float, *, step: int) -> None:
-    """Set each group's learning rate and momentum for the update that follows `step` updates."""
+def set_rates(
+    optimizer: Any, learning_rate: float, *, momentum: float = MOMENTUM, decay_share: float = 1.0
+) -> None:
+    """Set each group's learning rate, weight decay and, for Muon's, momentum of an update."""
     for group in optimizer.param_groups:
-        group["lr"] = learning_rate * group.get("lr_share", 1.0)
-        if group.get("matrices"):
-            group["momentum"] = momentum_at(step, warmup_steps=group["momentum_warmup_steps"])
+        group["lr"] = learning_rate * group["lr_share"]
+        group["weight_decay"] = decay_share * group["full_decay"]
+        if group["matrices"]:
+            group["momentum"] = momentum
 
 
 def capture_settings(optimizer: Any) -> Callable[[Any], None]:

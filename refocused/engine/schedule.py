@@ -3,11 +3,10 @@
 import dataclasses
 import math
 from pathlib import Path
-from typing import Self
 
 import pydantic
 
-from refocused.config.optimization import ScheduleConfig
+from refocused.config.optimization import ROLES, OptimizerConfig, Role, ScheduleConfig
 from refocused.config.yaml_source import parse_yaml_mapping
 from refocused.system.strict_json import MalformedError
 
@@ -24,14 +23,21 @@ def _share_of_peak(step: int, total_steps: int, schedule: ScheduleConfig) -> flo
     if schedule.kind == "warm_restarts":
         position, length = _cycle(step, schedule)
         return _half_cosine(position / length, floor=floor)
-    # From the last update at the peak to the run's last update, which is at the floor.
-    begin, last = max(0, schedule.decay_begins(total_steps) - 1), total_steps - 1
-    progress = min(1.0, max(0, step - begin) / max(1, last - begin))
+    progress = _decayed(step, total_steps, schedule)
     if schedule.kind == "linear" or schedule.decay == "linear":
         return 1.0 - (1.0 - floor) * progress
     if schedule.kind == "wsd":  # Haegele et al. 2024, eq. 2
         return 1.0 - (1.0 - floor) * math.sqrt(progress)
     return _half_cosine(progress, floor=floor)
+
+
+def _decayed(step: int, total_steps: int, schedule: ScheduleConfig) -> float:
+    """Return the share of the decay that a step has behind it.
+
+    From the last update at the peak to the run's last update, which is at the floor.
+    """
+    begin, last = max(0, schedule.decay_begins(total_steps) - 1), total_steps - 1
+    return min(1.0, max(0, step - begin) / max(1, last - begin))
 
 
 def _cycle(step: int, schedule: ScheduleConfig) -> tuple[float, float]:
@@ -50,24 +56,47 @@ def _half_cosine(progress: float, *, floor: float) -> float:
 
 
 TOLERANCE = 0.01  # of the peak rate; smaller changes are not reported
+FIRST_MOMENTUM = 0.85  # of a warmup of Muon's momentum
+_OF_ROLES: dict[Role, str] = {
+    "matrix": "Muon's matrices",
+    "embedding": "the embeddings",
+    "head": "the head",
+    "scalar": "vectors",
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RatePlan:
-    """What determines the learning rate of a run."""
+    """What determines the learning rates of a run, Muon's momentum and the weight decay.
 
-    peak: float  # `optimizer.lr`
+    Each is of the update that follows `step` updates.
+    """
+
+    optimizer: OptimizerConfig
     total_steps: int
     schedule: ScheduleConfig
-    matrix_peak: float | None = None  # `optimizer.matrix_lr`
 
-    def of_matrices(self) -> Self:
-        """Return the plan of Muon's matrices."""
-        return dataclasses.replace(self, peak=self.matrix_peak or self.peak)
+    def at(self, step: int, role: Role | None = None) -> float:
+        """Return the learning rate of a role, or of all parameters without a rate of their own."""
+        share = _share_of_peak(step, self.total_steps, self.schedule)
+        return self.optimizer.peak(role) * share
 
-    def at(self, step: int) -> float:
-        """Return the learning rate of the update that follows `step` updates."""
-        return self.peak * _share_of_peak(step, self.total_steps, self.schedule)
+    def momentum_at(self, step: int) -> float:
+        """Return Muon's momentum: it rises linearly, and falls linearly while the rate decays."""
+        full, warmup = self.optimizer.momentum, self.optimizer.momentum_warmup_steps
+        risen = min(1.0, step / warmup) if warmup else 1.0
+        momentum = (1 - risen) * FIRST_MOMENTUM + risen * full
+        if (end := self.optimizer.momentum_end) is None:
+            return momentum
+        fallen = _decayed(step, self.total_steps, self.schedule)
+        return min(momentum, (1 - fallen) * full + fallen * end)
+
+    def decay_share_at(self, step: int) -> float:
+        """Return the factor of every weight decay."""
+        kind, done = self.optimizer.decay_schedule, step / self.total_steps
+        if kind == "constant":
+            return 1.0
+        return 1.0 - done if kind == "linear" else _half_cosine(done, floor=0.0)
 
 
 def unfinished_cycle(total_steps: int, schedule: ScheduleConfig) -> str | None:
@@ -93,9 +122,8 @@ def saved_plan(run_yaml: Path) -> RatePlan | None:
     """Return the plan of a checkpoint's run file; None if it cannot be read."""
     try:
         saved = parse_yaml_mapping(run_yaml.read_bytes())
-        rates, steps = saved["optimizer"], saved["run"]["steps"]
-        plan = {"peak": rates["lr"], "total_steps": steps, "schedule": saved.get("schedule")}
-        return _PLAN.validate_python({**plan, "matrix_peak": rates.get("matrix_lr")})
+        plan = {"optimizer": saved["optimizer"], "total_steps": saved["run"]["steps"]}
+        return _PLAN.validate_python({**plan, "schedule": saved.get("schedule")})
     except (OSError, MalformedError, LookupError, TypeError, pydantic.ValidationError):
         return None
 
@@ -103,24 +131,22 @@ def saved_plan(run_yaml: Path) -> RatePlan | None:
 def rate_change(step: int, *, saved: RatePlan | None, now: RatePlan) -> str | None:
     """Describe the learning rate from a resume on, if other settings make it jump there.
 
-    If it does not, the same for that of Muon's matrices. Without a `saved` plan nothing is known.
+    If it does not, the same for that of the first role that does. Without a `saved` plan nothing is
+    known.
     """
     if saved is None or not 0 < step < now.total_steps:
         return None
-    matrices = saved.of_matrices(), now.of_matrices()
-    plans = (("learning rate", saved, now), ("learning rate of Muon's matrices", *matrices))
-    for rate, before, after in plans:  # noqa: B007 - `rate` is read after the loop
-        last, following = before.at(step - 1), after.at(step)
+    for role in (None, *ROLES):
+        last, following = saved.at(step - 1, role), now.at(step, role)
         # No jump where the rate stays, goes on as planned, or begins a decay from the same rate.
-        jump = min(
-            abs(one)
-            for one in (following - last, following - before.at(step), after.at(step - 1) - last)
-        )
-        if jump > TOLERANCE * max(before.peak, after.peak):
+        same = last, saved.at(step, role), following + last - now.at(step - 1, role)
+        jump = min(abs(following - rate) for rate in same)
+        if jump > TOLERANCE * max(saved.optimizer.peak(role), now.optimizer.peak(role)):
             break
     else:
         return None
-    course = [after.at(one) for one in range(step, now.total_steps)]
+    rate = f"learning rate of {_OF_ROLES[role]}" if role else "learning rate"
+    course = [now.at(one, role) for one in range(step, now.total_steps)]
     highest = course.index(max(course))
     peak = f", reaches {course[highest]:.2e} at step {step + 1 + highest:,}" if highest else ""
     text = (
@@ -136,8 +162,9 @@ def rate_change(step: int, *, saved: RatePlan | None, now: RatePlan) -> str | No
     if falls:
         return text + "To avoid this, set back what differs."
     kept = f"optimizer.lr={saved.at(step - 1):.1e}"
-    if matrices[0].peak != saved.peak or matrices[1].peak != now.peak:
-        kept += f" optimizer.matrix_lr={matrices[0].at(step - 1):.1e}"
+    for other in ROLES:
+        if any(plan.optimizer.peak(other) != plan.optimizer.lr for plan in (saved, now)):
+            kept += f" optimizer.{other}_lr={saved.at(step - 1, other):.1e}"
     return (
         f"{text}To avoid the increase, set {kept} schedule.kind=constant. A run of open length "
         "needs schedule.kind=wsd: --resume STEP --as NAME run.steps=N decays from any of its "

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from refocused.config.model_shape import Family, families
+from refocused.config.run_config import ModelConfig
 from refocused.models.attention import register_attention
 from refocused.models.causal_lm import CausalLM
 from refocused.system.errors import ConfigError
@@ -74,6 +76,30 @@ def build_model(
         # only for the first block's input and compile another graph for it.
         network.disable_input_require_grads()
     return CausalLM(network, chunk_tokens=chunk_tokens, document_id=document_id, z_loss=z_loss)
+
+
+@torch.no_grad()
+def initialize(model: CausalLM, choice: ModelConfig, family: Family) -> None:
+    """Draw initial weights anew, as far as the run's settings differ from the preset's.
+
+    Every rank draws the same. A memory's queries and keys stay equal (`reads_memory`).
+    """
+    from transformers.pytorch_utils import Conv1D
+
+    network = model.network
+    if choice.embedding_std is not None:
+        network.get_input_embeddings().weight.normal_(std=choice.embedding_std)
+    if choice.head_std is not None:
+        network.get_output_embeddings().weight.normal_(std=choice.head_std)
+    for layer in network.base_model.modules() if choice.matrix_init == "fan_in" else ():
+        is_linear = isinstance(layer, nn.Linear | Conv1D)
+        if is_linear and not getattr(layer, "reads_memory", False):
+            inputs = layer.weight.shape[0 if isinstance(layer, Conv1D) else 1]
+            limit = math.sqrt(3 / inputs)  # of a uniform distribution with the variance 1 / inputs
+            layer.weight.uniform_(-limit, limit)
+    for name, parameter in network.base_model.named_parameters() if choice.zero_projections else ():
+        if name.endswith(family.projections):
+            parameter.zero_()
 
 
 @contextlib.contextmanager

@@ -91,6 +91,13 @@ def test_another_layout_reshards_the_states(step: Checkpoint) -> None:
     assert compared(step, {"zero.stage": 1, "zero_stage": 1}).load_mode == "resharded"
     assert compared(step, {"zero.offload_optimizer": "cpu"}).load_mode == "resharded"
     assert compared(step, {}, world_size=8).load_mode == "resharded"
+    assert compared(step, {"optimizer.head_lr": 0.2}).load_mode == "resharded"
+    assert compared(step, {"optimizer.scalar_lr": 0.2}).load_mode == "exact"
+    run = {**RUN, "optimizer": {**RUN["optimizer"], "head_lr": 0.2}}
+    (step.path / "run.yaml").write_text(write_yaml(run))
+    both = {"optimizer.head_lr": 0.3, "optimizer.head_betas": [0.8, 0.9]}
+    assert compared(step, both).load_mode == "exact"
+    assert compared(step, {}).load_mode == "resharded"
 
 
 def test_without_zero_all_ranks_read_one_file_in_its_precision(step: Checkpoint) -> None:
@@ -99,6 +106,8 @@ def test_without_zero_all_ranks_read_one_file_in_its_precision(step: Checkpoint)
     with pytest.raises(CheckpointError) as told:
         compared(plain, {"zero_stage": 0, "dtype": "fp32"}, allowed=("precision.dtype",))
     assert "--allow-change" not in str(told.value)
+    with pytest.raises(CheckpointError, match=r"neither embedding nor head; this run has head\."):
+        compared(plain, {"zero_stage": 0, "optimizer.head_lr": 0.2})
 
 
 ACCEPT = ", or accept the change with --allow-change"

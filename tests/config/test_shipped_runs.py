@@ -52,7 +52,7 @@ def test_every_setting_is_listed_with_its_values_its_default_and_its_meaning() -
 @pytest.mark.parametrize("setting", list_settings(), ids=lambda one: one.name)
 def test_every_example_is_accepted_and_is_not_the_default(setting: SettingInfo) -> None:
     assert setting.example
-    name, beside = setting.name, [needed for needed in WITH if setting.name in WITH[needed]]
+    name, beside = setting.name, [key for key in WITH if setting.name in WITH[key].split()]
     if name.startswith(("data.mixture.", "data.stages")):
         sources = [f"data.mixture.{one}={{source: {one}, weight: 2}}" for one in ("web", "code")]
         stage = ["from_step=1", "weights={web: 3, code: 1}"]
@@ -72,10 +72,14 @@ WITH = {  # what an example needs beside it
     "data.tokenizer=bytes": "evaluation.tasks evaluation.sample_prompt",
     "data.document_id=50256": "data.mask_documents",
     "model.preset=ten_small_32k": "model.scan",
+    "model.preset=nanochat_d20": (
+        "model.head_std optimizer.head_lr optimizer.head_betas optimizer.head_decay"
+    ),
     "model.start_from=hub:openai-community/gpt2": "model.resize_vocabulary",
     "optimizer.kind=muon": (
         "optimizer.matrix_lr optimizer.matrix_decay optimizer.cautious_decay "
-        "optimizer.normuon optimizer.momentum_warmup_steps"
+        "optimizer.normuon optimizer.momentum optimizer.momentum_warmup_steps "
+        "optimizer.momentum_end"
     ),
     "schedule.kind=warm_restarts": "schedule.cycle_steps",
     "schedule.kind=wsd": "schedule.decay schedule.decay_fraction schedule.decay_steps",

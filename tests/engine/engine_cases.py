@@ -25,9 +25,19 @@ DOCUMENT = 7  # begins a document, where they are masked
 # As in a real start: a rise, so that each step has a rate of its own.
 RATES = [1e-3, 2e-3, 3e-3, 3e-3, 2e-3, 1e-3]
 OPTIMIZER = OptimizerConfig(lr=3e-3, clip=1.0, weight_decay=0.1)
-MUON = OPTIMIZER.model_copy(
-    update={"kind": "muon", "matrix_lr": 1.5e-3, "matrix_decay": 20.0, "momentum_warmup_steps": 4}
-)
+MUON = OPTIMIZER.model_copy(update={"kind": "muon", "matrix_lr": 1.5e-3, "matrix_decay": 20.0})
+# Of GPT-NeoX, whose head is not tied.
+SEPARATE = {
+    "embedding_lr": 9e-3,
+    "embedding_betas": (0.8, 0.99),
+    "embedding_decay": 0.01,
+    "head_lr": 1.5e-3,
+    "head_betas": (0.7, 0.95),
+    "head_decay": 1.0,
+    "scalar_lr": 6e-3,
+    "scalar_betas": (0.85, 0.9),
+}
+DECAY_SHARES = [1.0, 0.9, 0.7, 0.4, 0.2, 0.0]  # of a schedule
 MOMENTA = [0.85, 0.875, 0.9, 0.925, 0.95, 0.95]
 
 
@@ -42,6 +52,7 @@ class Case:
         undoes_warm_up: Whether the engine takes back DeepSpeed's own first update.
         masked: Keep attention within documents.
         grows: The first three steps have one pass.
+        separate: Embedding, head and vectors have settings of their own, and the decay falls.
     """
 
     stage: Literal[0, 1, 2, 3]
@@ -60,6 +71,7 @@ class Case:
     grows: bool = False
     gradient_accumulation_steps: int = ACCUMULATION
     normuon: bool = False
+    separate: bool = False
 
     @property
     def name(self):
@@ -93,6 +105,8 @@ def start_engine(
     if case.fp8 != "none":
         compute_in_fp8(model, block_class=model.block_class, scaling=case.fp8, world=world)
     prepare(model)
+    if case.separate:
+        optimizer = optimizer.model_copy(update=SEPARATE)
     precision = PrecisionConfig(
         dtype=case.dtype,
         fp8=case.fp8,
@@ -133,13 +147,13 @@ def sequences(steps=STEPS, gradient_accumulation_steps=ACCUMULATION):
     return torch.randint(4, shape, generator=draw).cumsum(-1) * 7 % VOCABULARY
 
 
-def make_step(engine, passes, rate=1e-3, *, before_update=lambda losses: None):
+def make_step(engine, passes, rate=1e-3, *, before_update=lambda losses: None, **others):
     """Make a step of passes `[n, B, T + 1]`; return their losses and the outcome.
 
     `before_update` is called with the losses, and may return a judge.
     """
     losses = [engine.accumulate(ids[:, :-1], ids[:, 1:]) for ids in passes]
-    outcome = engine.update(rate, before_update(losses))
+    outcome = engine.update(rate, before_update(losses), **others)
     return [loss.item() for loss in losses], outcome
 
 
@@ -189,7 +203,7 @@ class PlainRun:
 
 
 @functools.cache
-def train_plainly(family, *, kind="adamw", grows=False):
+def train_plainly(family, *, kind="adamw", grows=False, separate=False):
     """Train in float32 with transformers' own model and loss, torch's optimizers and clipping."""
     source = build(family).network
     model = transformers.AutoModelForCausalLM.from_config(source.config)
@@ -199,12 +213,20 @@ def train_plainly(family, *, kind="adamw", grows=False):
         for name, p in model.named_parameters()
         if kind == "muon" and p.dim() == 2 and (".h." in name or ".layers." in name)
     }
-    others = [p for name, p in model.named_parameters() if name not in matrices]
+    roles = {"gpt_neox.embed_in.weight": "embedding", "lm_head.weight": "head"}
+    groups, given = [], SEPARATE if separate else {}
+    for name, parameter in model.named_parameters():
+        role = "scalar" if parameter.dim() == 1 else roles.get(name)
+        decay = 0.0 if role == "scalar" else given.get(f"{role}_decay", OPTIMIZER.weight_decay)
+        group = {
+            "params": [parameter],
+            "share": given.get(f"{role}_lr", OPTIMIZER.lr) / OPTIMIZER.lr,
+            "betas": given.get(f"{role}_betas", OPTIMIZER.betas),
+            "full": decay,
+        }
+        groups += [] if name in matrices else [group]
     adam = torch.optim.AdamW(
-        [
-            {"params": [p for p in others if p.dim() >= 2]},
-            {"params": [p for p in others if p.dim() == 1], "weight_decay": 0.0},
-        ],
+        groups,
         lr=0.0,
         betas=OPTIMIZER.betas,
         eps=OPTIMIZER.eps,
@@ -226,8 +248,10 @@ def train_plainly(family, *, kind="adamw", grows=False):
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.clip).item())
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = RATES[number] * (1 if optimizer is adam else 0.5)
+                group["lr"] = RATES[number] * group.get("share", 0.5)
                 group["momentum"] = MOMENTA[number]
+                full = group.get("full", 20.0)
+                group["weight_decay"] = full * (DECAY_SHARES[number] if separate else 1.0)
             optimizer.step()
         losses.append(loss.item())
     return PlainRun(losses, norms)

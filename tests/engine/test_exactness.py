@@ -34,6 +34,7 @@ def case_of(dtype, offload, family, dropout, recomputes, gradient_accumulation_s
         dropout=dropout,
         recomputes=recomputes,
         gradient_accumulation_steps=gradient_accumulation_steps,
+        separate=family == "gpt_neox",  # its head is not tied
     )
 
 
@@ -66,7 +67,7 @@ def train(engine, case, world, steps):
     for step in steps:
         before = engine.loss_scale(), engine.skipped_steps
         passes = sequences(STEPS, case.gradient_accumulation_steps)[step, :, world.rank]
-        losses, _ = make_step(engine, passes, 1e-3 * (1 + step % 3))
+        losses, _ = make_step(engine, passes, 1e-3 * (1 + step % 3), decay_share=step / STEPS)
         records.append((losses, *before))
     return records
 

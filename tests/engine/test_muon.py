@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 from engine_cases import (
+    DECAY_SHARES,
+    MOMENTA,
     MUON,
     RANKS,
     RATES,
@@ -35,16 +37,19 @@ MUON_CASES = [
     *(Case(stage) for stage in (0, 1, 2, 3)),
     *(Case(stage, "gpt_neox", "bf16") for stage in (0, 1, 3)),
     *(Case(stage, normuon=True) for stage in (1, 3)),
+    *(Case(stage, "gpt_neox", separate=True) for stage in (0, 2, 3)),
 ]
 BEFORE, AFTER = range(SAVED_AT), range(SAVED_AT, len(RATES))
 
 
-def train(engine, world, steps):
+def train(engine, case, world, steps):
     """Make steps, of the same sequences on one rank as on two; return their losses."""
     losses = []
     for step in steps:
         passes = sequences()[step][:, world.rank :: world.world_size].flatten(0, 1)
-        of_passes, outcome = make_step(engine, passes, RATES[step])
+        decay_share = DECAY_SHARES[step] if case.separate else 1.0
+        others = {"momentum": MOMENTA[step], "decay_share": decay_share}
+        of_passes, outcome = make_step(engine, passes, RATES[step], **others)
         assert outcome.was_finite()
         losses.append(mean_of_ranks(world, of_passes))
     return losses
@@ -57,13 +62,13 @@ def start(case, world, *, seed=0):
 
 def run(case, world, folder):
     engine = start(case, world)
-    losses = train(engine, world, BEFORE)
+    losses = train(engine, case, world, BEFORE)
     saved(engine, world, folder)
-    losses += train(engine, world, AFTER)
+    losses += train(engine, case, world, AFTER)
     engine.close()
     engine = start(case, world, seed=99)
     engine.load_shards(folder)
-    resumed = train(engine, world, AFTER)
+    resumed = train(engine, case, world, AFTER)
     engine.close()
     return {"losses": losses, "resumed": resumed, "resharded": resume_anew(case, world, folder)}
 
@@ -74,7 +79,7 @@ def resume_anew(case, world, folder):
         return []
     engine = start(case, world, seed=98)
     engine.load_resharded(folder, ranks=RANKS)
-    losses = train(engine, world, AFTER)
+    losses = train(engine, case, world, AFTER)
     engine.close()
     return losses
 
@@ -103,7 +108,10 @@ def found(tmp_path_factory):
 @by_name(MUON_CASES)
 def test_every_stage_trains_as_whole_matrices_do(found, case):
     largest = 3e-4 if case.dtype == "fp32" else 4e-3
-    wanted = train_plainly(case.family, kind="muon").losses
+    wanted = train_plainly(case.family, kind="muon", separate=case.separate).losses
+    if case.separate:  # they matter
+        same = train_plainly(case.family, kind="muon").losses
+        assert abs(same[-1] - wanted[-1]) > 5 * largest
     if case.normuon:  # torch has none
         assert abs(found[case.name]["losses"][-1] - wanted[-1]) > 5 * largest
         wanted = found[Case(1, normuon=True).name]["losses"]

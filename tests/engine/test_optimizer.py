@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from engine_cases import MOMENTA, MUON
-from small_families import build, where_attention_is
+from engine_cases import MUON
+from small_families import build, every_family, where_attention_is
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
@@ -16,7 +16,6 @@ from refocused.engine.optimizer import (
     MuonAndAdamW,
     build_optimizer,
     capture_settings,
-    momentum_at,
     scaled_orthogonal,
     set_rates,
 )
@@ -40,6 +39,45 @@ def test_each_parameter_is_in_one_group_with_its_decay_and_settings(family, kind
         if not by_muon:
             assert (group["lr"], group["betas"], group["eps"]) == (1e-3, (0.8, 0.9), 1e-6)
             assert group["fused"]
+
+
+SEPARATE = {
+    "embedding_lr": 3e-2,
+    "embedding_betas": (0.8, 0.99),
+    "embedding_decay": 0.01,
+    "head_lr": 2e-4,
+    "head_betas": (0.7, 0.95),
+    "head_decay": 0.0,
+    "scalar_lr": 5e-3,
+    "scalar_betas": (0.85, 0.9),
+}
+
+
+@every_family
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_embeddings_head_and_vectors_may_have_settings_of_their_own(family, kind):
+    model = build(family)
+    config = OptimizerConfig(kind=kind, lr=1e-3, weight_decay=0.3, **SEPARATE)
+    plain = OptimizerConfig(kind=kind, lr=1e-3, weight_decay=0.3)
+    of_model = {"block_class": model.block_class}
+    groups = build_optimizer(model, config, **of_model).param_groups
+    untied = model.network.lm_head.weight is not model.network.get_input_embeddings().weight
+    others = build_optimizer(model, plain, **of_model).param_groups
+    if kind == "adamw":  # whose matrices are with the others
+        assert len(groups) == len(others) + 1 + untied
+    for share in (1.0, 0.5):
+        set_rates(SimpleNamespace(param_groups=groups), 1e-3 * share, decay_share=share)
+    given = {id(p): group for group in groups for p in group["params"]}
+    assert len(given) == sum(len(group["params"]) for group in groups) == len([*model.parameters()])
+    for name, parameter in model.named_parameters():
+        is_table = any(part in name for part in ("wte", "wpe", "embed_"))
+        role = "embedding" if is_table else "head" if "lm_head" in name else "other"
+        role = "scalar" if parameter.dim() < 2 else role
+        group, decay = given[id(parameter)], SEPARATE.get(f"{role}_decay", 0.3)
+        assert group["lr"] == pytest.approx(SEPARATE.get(f"{role}_lr", 1e-3) / 2), name
+        assert group["weight_decay"] == (0.0 if role == "scalar" else decay / 2), name
+        if not group["matrices"]:
+            assert group["betas"] == SEPARATE.get(f"{role}_betas", (0.9, 0.95)), name
 
 
 def test_frozen_parameters_and_empty_groups_are_left_out():
@@ -137,11 +175,11 @@ def test_updates_equal_those_of_torchs_muon_at_the_converted_rate(shape, form):
         kind="muon", lr=1.0, matrix_lr=rate / factor, weight_decay=decay * factor
     )
     optimizers = [optimizer_of(layer, config) for layer in layers.values()]
-    for step, draw in enumerate(torch.randn((4, *shape), generator=torch.Generator())):
+    for draw in torch.randn((4, *shape), generator=torch.Generator()):
         theirs.grad = draw
         wanted.step()
         for layer, own in zip(layers.values(), optimizers, strict=True):
-            set_rates(own, 1.0, step=step)
+            set_rates(own, 1.0)
             layer.weight.grad = draw if isinstance(layer, nn.Linear) else draw.T
             own.step()
     moved = (theirs - start).norm()
@@ -176,11 +214,6 @@ def test_normuon_gives_outputs_equal_updates_of_the_same_size(axis):
     assert sizes.mean() == pytest.approx(0.2, rel=0.01)  # of AdamW
     cosine = torch.nn.functional.cosine_similarity(update, plain, dim=1 - axis)
     assert cosine.min() > 0.999  # each output keeps its direction
-
-
-def test_momentum_rises_over_the_warmup_and_stays():
-    assert [momentum_at(step, warmup_steps=4) for step in range(6)] == pytest.approx(MOMENTA)
-    assert [momentum_at(step, warmup_steps=0) for step in (0, 9)] == [0.95, 0.95]
 
 
 def test_a_skipped_update_changes_nothing():

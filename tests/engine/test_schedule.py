@@ -4,12 +4,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from refocused.config.optimization import ScheduleConfig
+from refocused.config.optimization import OptimizerConfig, ScheduleConfig
 from refocused.engine.schedule import RatePlan, rate_change, saved_plan, unfinished_cycle
 
 
+def plan_of(total, schedule, peak=1e-3, **optimizer):
+    return RatePlan(OptimizerConfig(lr=peak, **optimizer), total, schedule)
+
+
 def rates(schedule, total, *, peak=1.0):
-    return [RatePlan(peak, total, schedule).at(step) for step in range(total)]
+    return [plan_of(total, schedule, peak).at(step) for step in range(total)]
 
 
 ROOT_HALF = math.sqrt(0.5)
@@ -51,7 +55,7 @@ BY_HAND = [
 
 @pytest.mark.parametrize(("settings", "expected"), BY_HAND)
 def test_rates_by_hand(settings, expected):
-    plan = RatePlan(6e-4, 6, ScheduleConfig(**settings))
+    plan = plan_of(6, ScheduleConfig(**settings), 6e-4)
     assert [plan.at(step) / 6e-4 for step in range(len(expected))] == pytest.approx(expected)
 
 
@@ -88,13 +92,46 @@ def test_it_rises_through_the_warmup_and_never_again(shape, kind):
         assert rate[-1] == pytest.approx(shape["min_lr_ratio"])
 
 
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, [0.95] * 8),
+        ({"momentum": 0.9}, [0.9] * 8),
+        ({"momentum_warmup_steps": 4}, [0.85, 0.875, 0.9, 0.925, 0.95, 0.95, 0.95, 0.95]),
+        # It falls from step 4 on, the last one at the peak rate, to the last step.
+        (
+            {"momentum": 0.97, "momentum_end": 0.91},
+            [0.97, 0.97, 0.97, 0.97, 0.955, 0.94, 0.925, 0.91],
+        ),
+        (
+            {"momentum": 0.97, "momentum_end": 0.91, "momentum_warmup_steps": 2},
+            [0.85, 0.91, 0.97, 0.97, 0.955, 0.94, 0.925, 0.91],
+        ),
+    ],
+)
+def test_muons_momentum_by_hand(settings, expected):
+    plan = plan_of(8, ScheduleConfig(kind="wsd", decay_steps=4), kind="muon", **settings)
+    assert [plan.momentum_at(step) for step in range(8)] == pytest.approx(expected)
+
+
+def test_weight_decay_falls_to_zero_by_hand():
+    shares = {
+        "constant": [1.0, 1.0, 1.0, 1.0],
+        "linear": [1.0, 0.75, 0.5, 0.25],
+        "cosine": [1.0, 0.5 + ROOT_HALF / 2, 0.5, 0.5 - ROOT_HALF / 2],
+    }
+    for schedule, expected in shares.items():
+        plan = plan_of(4, ScheduleConfig(), decay_schedule=schedule)
+        assert [plan.decay_share_at(step) for step in range(4)] == pytest.approx(expected)
+
+
 COSINE = ScheduleConfig(kind="cosine", min_lr_ratio=0.1)
 WSD = ScheduleConfig(kind="wsd", min_lr_ratio=0.0, decay_fraction=0.2)
 CONSTANT = ScheduleConfig(kind="constant")
 
 
 def change(step, planned, total, before, now=None):
-    plans = RatePlan(1e-3, planned, before), RatePlan(1e-3, total, now or before)
+    plans = plan_of(planned, before), plan_of(total, now or before)
     return rate_change(step, saved=plans[0], now=plans[1]) or ""
 
 
@@ -122,16 +159,27 @@ def test_a_jump_from_or_into_a_decay_names_the_stable_steps():
 
 
 def test_a_jump_of_the_matrices_rate_alone_is_named():
-    saved, raised = RatePlan(1e-3, 500, COSINE), RatePlan(1e-3, 500, COSINE, matrix_peak=2e-3)
+    saved, raised = plan_of(500, COSINE), plan_of(500, COSINE, kind="muon", matrix_lr=2e-3)
     text = rate_change(250, saved=saved, now=raised) or ""
     assert "The learning rate of Muon's matrices jumps from 5.51e-04 to 1.10e-03" in text
     assert "set optimizer.lr=5.5e-04 optimizer.matrix_lr=5.5e-04 schedule.kind=constant" in text
     assert "set back" in (rate_change(250, saved=raised, now=saved) or "")
     assert rate_change(250, saved=raised, now=raised) is None
-    longer = RatePlan(1e-3, 1000, COSINE, matrix_peak=2e-3)
+    longer = plan_of(1000, COSINE, kind="muon", matrix_lr=2e-3)
     text = rate_change(500, saved=raised, now=longer) or ""
     assert "The learning rate jumps" in text
     assert "optimizer.lr=1.0e-04 optimizer.matrix_lr=2.0e-04 " in text
+
+
+@pytest.mark.parametrize(
+    ("name", "of"), [("embedding", "the embeddings"), ("head", "the head"), ("scalar", "vectors")]
+)
+def test_a_jump_of_another_rate_alone_is_named(name, of):
+    saved, raised = plan_of(500, COSINE), plan_of(500, COSINE, **{f"{name}_lr": 2e-3})
+    text = rate_change(250, saved=saved, now=raised) or ""
+    assert f"The learning rate of {of} jumps from 5.51e-04 to 1.10e-03" in text
+    assert f"set optimizer.lr=5.5e-04 optimizer.{name}_lr=5.5e-04 schedule" in text
+    assert rate_change(250, saved=raised, now=raised) is None
 
 
 @pytest.mark.parametrize(
@@ -168,10 +216,10 @@ PLANNED = "{run: {name: a, steps: 500}, optimizer: {lr: 0.5}, schedule: {kind: l
 @pytest.mark.parametrize(
     ("content", "plan"),
     [
-        (PLANNED, RatePlan(0.5, 500, ScheduleConfig(kind="linear"))),
+        (PLANNED, plan_of(500, ScheduleConfig(kind="linear"), 0.5)),
         (
-            PLANNED.replace("0.5", "0.5, matrix_lr: 2.0"),
-            RatePlan(0.5, 500, ScheduleConfig(kind="linear"), 2.0),
+            PLANNED.replace("0.5", "0.5, kind: muon, matrix_lr: 2.0"),
+            plan_of(500, ScheduleConfig(kind="linear"), 0.5, kind="muon", matrix_lr=2.0),
         ),
         (PLANNED.replace("linear", "of the future"), None),
         (PLANNED.replace("500", "many"), None),
@@ -185,4 +233,4 @@ def test_the_plan_is_read_from_the_checkpoints_run_file(tmp_path, content, plan)
     (tmp_path / "run.yaml").write_text(content)
     assert saved_plan(tmp_path / "run.yaml") == plan
     assert saved_plan(tmp_path / "none.yaml") is None
-    assert rate_change(5, saved=None, now=RatePlan(1.0, 10, COSINE)) is None
+    assert rate_change(5, saved=None, now=plan_of(10, COSINE)) is None

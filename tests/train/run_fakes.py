@@ -92,7 +92,7 @@ class FakeEngine:
         self.log.append(f"accumulate {int(input_ids[0, 0])}")
         return torch.tensor(self.training_loss(self.updates + 1))
 
-    def update(self, learning_rate: float, judge: Judge) -> UpdateOutcome:
+    def update(self, learning_rate: float, judge: Judge, **others: float) -> UpdateOutcome:
         self.updates += 1
         refused = self.updates >= self.refuses_from
         self.log.append("refuse" if refused else f"update {learning_rate:.6f}")
@@ -329,7 +329,7 @@ def trainer_of(
         "stop": FakeStop(log, stop_when),
         "engine": FakeEngine(log),
         "data": data,
-        "rates": RatePlan(OPTIMIZER.lr, total_steps, SCHEDULE),
+        "rates": RatePlan(OPTIMIZER, total_steps, SCHEDULE),
         "cadence": cadence or Cadence(log=0, validation=0, checkpoint=0),
         "meter": Meter(Clock()),
     }
@@ -342,7 +342,7 @@ def trainer_of(
 
 def rate(step: int, total: int) -> str:
     """Return the entry of the update that follows on `step` of `total` steps."""
-    return f"update {RatePlan(OPTIMIZER.lr, total, SCHEDULE).at(step):.6f}"
+    return f"update {RatePlan(OPTIMIZER, total, SCHEDULE).at(step):.6f}"
 
 
 def happened(log: Log, *words: str) -> list[str]:

@@ -156,7 +156,7 @@ def test_saves_and_validations_do_not_include_step_time():
             return super().was_finite()
 
     class SlowEngine(FakeEngine):
-        def update(self, learning_rate, judge):
+        def update(self, learning_rate, judge, **others):
             super().update(learning_rate, judge)
             return SlowOutcome(True)
 

@@ -68,7 +68,7 @@ def with_spikes(action, *spikes, norms=()):
     log: Log = []
 
     class Engine(FakeEngine):
-        def update(self, learning_rate, judge):
+        def update(self, learning_rate, judge, **others):
             self.norm = 90.0 if self.updates + 1 in norms else 1.5
             return super().update(learning_rate, judge)
 
@@ -94,7 +94,7 @@ def test_a_warning_names_the_sequences_once_in_a_row():
 
 def test_limits_that_a_step_gets_do_not_depend_on_when_the_host_reads():
     class Engine(FakeEngine):
-        def update(self, learning_rate, judge):
+        def update(self, learning_rate, judge, **others):
             seen[-1].append(judge.limits)
             return super().update(learning_rate, judge)
 

@@ -129,15 +129,18 @@ def changes_since(
     """
     saved = checkpoint.manifest
     now = parse_mapping(metadata.run_yaml, where="run.yaml")
+    then = dotted(read_mapping(checkpoint.path / "run.yaml"))
     settings = tuple(
         setting
-        for setting in differences(dotted(read_mapping(checkpoint.path / "run.yaml")), dotted(now))
+        for setting in differences(then, dotted(now))
         if setting.name not in _ONLY_AT_THE_START
         and (setting.a, setting.b) != (None, None)  # a new setting
     )
     names = {setting.name for setting in settings}
+    groups = _separate_groups(then), _separate_groups(dotted(now))
     exact = (
         saved.world_size == world_size
+        and groups[0] == groups[1]
         and saved.zero_stage == metadata.zero_stage
         and saved.dtype == metadata.dtype
         and not names.intersection(_LAYOUT)
@@ -162,6 +165,9 @@ def changes_since(
     if 0 in (saved.zero_stage, metadata.zero_stage):
         remedy = f"set zero.stage={saved.zero_stage} (1, 2 and 3 read each other's checkpoints)"
         compare("zero.stage", saved.zero_stage, metadata.zero_stage, remedy)
+        compare(
+            "optimizer settings of", *groups, "set optimizer.embedding_* and optimizer.head_* back"
+        )
     for setting in settings:
         if setting.name == "optimizer.kind":
             kind = setting.a or "adamw"
@@ -201,6 +207,14 @@ def changes_since(
         new_data=any(obstacle.what in (DATA, _DATA_ORDER) for obstacle in obstacles),
         restart=Position(0, sequences_done, {}) if sequences_done else Position(),
     )
+
+
+def _separate_groups(settings: Mapping[str, Any]) -> str:
+    """Return the parameters that the optimizer has groups of their own for, by their settings."""
+    of_groups = ("optimizer.embedding_", "optimizer.head_")
+    names = (name for name, value in settings.items() if value is not None)
+    roles = {name.split(".")[1].split("_")[0] for name in names if name.startswith(of_groups)}
+    return " and ".join(sorted(roles)) or "neither embedding nor head"
 
 
 def _refusal(name: str, obstacles: list[_Obstacle]) -> CheckpointError:

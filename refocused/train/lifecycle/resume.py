@@ -255,7 +255,10 @@ def expected_first_loss(trainer: Trainer) -> tuple[int, float]:
     """Return the rows of the embedding with padding, and the loss of a right initialisation."""
     shape = trainer.shape
     rows = shape.padded_vocabulary(trainer.config.model.vocabulary_multiple)
-    spread = shape.settings.get("initializer_range", DEFAULT_INITIALIZER_RANGE)
+    model, preset = trainer.config.model, shape.settings.get("initializer_range")
+    spread = model.embedding_std if shape.tied else model.head_std
+    if spread is None:
+        spread = DEFAULT_INITIALIZER_RANGE if preset is None else preset
     return rows, untrained_loss(rows=rows, width=shape.width, initializer_range=spread)
 
 
@@ -275,7 +278,7 @@ def check_first_loss(trainer: Trainer) -> float:
             f"The untrained model's loss on random tokens is {loss:.3f}; with ln(V) = "
             f"{math.log(rows):.3f} it should be {expected:.3f} within "
             f"{FIRST_LOSS_TOLERANCE}. The weights are not initialised as they should be; nothing "
-            "was trained. Check initializer_range in the model's JSON."
+            "was trained. Check initializer_range in the model's JSON, and model.embedding_std."
         )
     return loss
 

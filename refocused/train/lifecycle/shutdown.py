@@ -15,6 +15,7 @@ from rich.text import Text
 
 from refocused.checkpoints.mirror.mirror import MirrorStatus
 from refocused.checkpoints.step.checkpoint_directory import saved_steps
+from refocused.config.optimization import ROLES
 from refocused.config.prices import cost_usd
 from refocused.engine.schedule import TOLERANCE
 from refocused.evaluate.final_model import FinalModel
@@ -199,10 +200,11 @@ def _last_lines(
         lines.append(f"      resume: {first}{command}")
     else:
         rates, last = trainer.rates, trainer.rates.at(state.step - 1)
+        separate = any(rates.optimizer.peak(role) != rates.optimizer.lr for role in ROLES)
         hint = " (the learning rate, which has fallen, jumps: see schedule.kind=wsd)"
-        if last > (1 - TOLERANCE) * rates.peak:
+        if last > (1 - TOLERANCE) * rates.optimizer.lr:
             hint = ""
-        elif last > 0 and rates.matrix_peak is None and rates.schedule.kind != "wsd":
+        elif last > 0 and not separate and rates.schedule.kind != "wsd":
             hint = f" optimizer.lr={last:.1e} schedule.kind=constant"
         lines.append(f"      train on: {_MAX_STEPS.sub('', command)} --max-steps N{hint}")
     return lines

@@ -63,7 +63,7 @@ from refocused.metrics.meter import Meter, forecast
 from refocused.metrics.run_time import require_budget
 from refocused.metrics.trackers import TrackedRun
 from refocused.models.causal_lm import CausalLM, counted_parameters
-from refocused.models.families import build_model, register_families, shared_weights
+from refocused.models.families import build_model, initialize, register_families, shared_weights
 from refocused.models.kernels import choose_kernels
 from refocused.models.sequence_parallel import join_sequence_group
 from refocused.monitor.sampler.start_sampler import start_sampling
@@ -562,6 +562,7 @@ def assemble_model(
             document_id=config.data.document_id if config.data.mask_documents else None,
             z_loss=config.model.z_loss,
         )
+    initialize(model, config.model, loaded.shape.record)
     model.sequence = join_sequence_group(
         world.rank, world.world_size, ranks=config.model.sequence_parallel
     )
@@ -749,9 +750,7 @@ def assemble_trainer(
     tokenizer, tasks, sampler = build_texts(
         config, data.manifest, vocabulary=shape.vocabulary, world=world
     )
-    rates = RatePlan(
-        config.optimizer.lr, config.run.steps, config.schedule, config.optimizer.matrix_lr
-    )
+    rates = RatePlan(config.optimizer, config.run.steps, config.schedule)
     cadence, meter = Cadence.of(config), session.meter
     meter.forecast = forecast(
         plan,

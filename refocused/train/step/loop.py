@@ -167,7 +167,12 @@ def take_step(
         trainer.reporter.histograms(step, engine.histograms())
     each = torch.stack(losses)
     judge = Judge(each.mean(), trainer.spikes.limits(step))
-    outcome = engine.update(trainer.rates.at(state.step), judge)
+    outcome = engine.update(
+        trainer.rates.at(state.step),
+        judge,
+        momentum=trainer.rates.momentum_at(state.step),
+        decay_share=trainer.rates.decay_share_at(state.step),
+    )
     return StepTaken(step, each, outcome, batches, state.position, after)
 
 
