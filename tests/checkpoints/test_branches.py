@@ -18,7 +18,7 @@ from refocused.checkpoints.step.checkpoint_directory import (
     present_branch,
     saved_steps,
 )
-from refocused.checkpoints.step.staging import remove_checkpoint
+from refocused.checkpoints.step.staging import BAD_PREFIX, checkpoints_set_aside, remove_checkpoint
 from refocused.system.errors import CheckpointError
 from refocused.system.processes import this_process
 
@@ -108,6 +108,33 @@ def test_a_newer_head_elsewhere_is_followed(
     state = {**second.fork(10, number=3).as_record(), "lease": "this"}  # it could not write it
     (local.parent / "state.json").write_text(json.dumps(state))
     assert chosen(catalog) == ("checkpoint_step_10", 3, ((1, 10),))
+
+
+def test_a_disk_that_comes_back_follows_the_machine_that_went_on_without_it(
+    local: Path, bucket: FaultyBucket, catalog: Catalog, heard: None, caplog: LogCaptureFixture
+) -> None:
+    """Regression: its own save of a step was taken for the mirror's, which is another one."""
+    first = Branch(run_id="a")
+    for step in (10, 20, 30, 40, 50):
+        saved = make_step(local, step, run_id="a")
+        if step <= 20:
+            mirrored(bucket, saved)
+    record(local, first)
+    assert chosen(catalog) == ("checkpoint_step_50", 1, ())
+    theirs = [
+        mirrored(bucket, make_step(local.parents[1] / "other" / "checkpoints", step, seed=step + 1))
+        for step in (30, 40)
+    ]
+    lead(bucket, first, 40)
+    selection = select_checkpoint(catalog, "auto")
+    assert selection.checkpoint is not None and selection.branch == first
+    assert selection.checkpoint.manifest == theirs[-1].manifest
+    assert "checkpoint_step_50: unusable: local: another machine has trained this" in caplog.text
+    (replaced,) = checkpoints_set_aside(local)
+    assert replaced.name.startswith(f"{BAD_PREFIX}checkpoint_step_40-"), "nothing is lost"
+    # Their names are used again.
+    assert selection.corrupt == tuple(local / f"checkpoint_step_{step}" for step in (50, 30))
+    assert chosen(catalog, "20")[:2] == ("checkpoint_step_20", 2)
 
 
 @pytest.mark.parametrize("saves", [False, True])

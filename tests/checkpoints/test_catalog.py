@@ -78,7 +78,7 @@ def test_broken_checkpoints_are_listed_with_the_reason(local: Path) -> None:
     assert entries[0].notes == ("latest", "best")
     assert entries[1].local.startswith("broken: manifest.json is missing")
     assert entries[2].tiers == ("rolling",)
-    what = "incomplete: local: trainer.json has 0 bytes, not 1,000; ignored by resume"
+    what = "unusable: local: trainer.json has 0 bytes, not 1,000; ignored by resume"
     assert entries[2].notes == (what,)
     with pytest.raises(CheckpointError, match=r"checkpoint_step_30 cannot be used.*trainer\.json"):
         Catalog(local).resolve("30")
@@ -94,7 +94,7 @@ def test_an_uncommitted_copy_shows_its_progress(
     assert catalog.entries()[0].bucket == "71 %"
     remove_checkpoint(copied.path)
     [entry] = catalog.entries()
-    assert entry.notes == ("incomplete: bucket: 71 % of it; ignored by resume",)
+    assert entry.notes == ("unusable: bucket: 71 % of it; ignored by resume",)
     with pytest.raises(CheckpointError, match="No usable checkpoint"):
         catalog.resolve("latest")
 

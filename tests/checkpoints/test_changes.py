@@ -245,5 +245,5 @@ def test_only_listed_settings_can_be_allowed() -> None:
 def test_contents_of_a_broken_checkpoint_are_rejected(local: Path) -> None:
     (make_step(local, 10).path / "model.json").unlink()
     catalog = Catalog(local)
-    with pytest.raises(CheckpointError, match=r"cannot be read: incomplete: local: model\.json"):
+    with pytest.raises(CheckpointError, match=r"cannot be read: unusable: local: model\.json"):
         read_contents(catalog, catalog.entries()[0])

@@ -224,7 +224,7 @@ def test_a_part_is_called_one(machines, sample_run):
     code, out, _ = sample_run.command("list")
     assert code == 0
     assert out.splitlines()[1].split("   ")[3].strip() == "node 1 of 2"
-    assert "incomplete: local: node 1 of 2: its part" in out
+    assert "unusable: local: node 1 of 2: its part" in out
     code, out, _ = sample_run.command("verify", "all", "--deep")
     assert code == 0
     assert "checkpoint_step_10   local node 1 of 2: its part   bucket -" in out

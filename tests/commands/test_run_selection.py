@@ -66,7 +66,7 @@ def test_a_half_uploaded_step_is_neither_measured_nor_asked(sample_run, emulator
             out, err = capsys.readouterr()
             assert (out, len(err.splitlines())) == ("", 1)
             assert "checkpoint_step_10 cannot be read: " in err
-            assert lost == "COMMITTED" or "incomplete: bucket: 1 of 7 files" in err
+            assert lost == "COMMITTED" or "unusable: bucket: 1 of 7 files" in err
     assert not step.path.exists()
 
 

@@ -17,6 +17,7 @@ from refocused.checkpoints.mirror.remote_checkpoints import RemoteCheckpoints, i
 from refocused.checkpoints.step.checkpoint_directory import (
     CHOOSE_ANOTHER,
     FIRST_BRANCH,
+    Branch,
     Checkpoint,
     Part,
     branch_of,
@@ -44,6 +45,7 @@ ROLES = ("latest", "best", "final")  # each means the checkpoint that has it in 
 LIST_THREADS = 32  # reads of manifests at once: each is small, so its latency is its cost
 _LIST = as_typed("checkpoints list")
 _ABSENT = CheckpointState()
+_LEFT_BEHIND = "broken: another machine has trained this step anew since"
 _OF_MANIFEST = ("created", "loss", "validation_loss", "validation_set", "tiers", "alias")
 
 
@@ -67,7 +69,7 @@ class CatalogEntry:
     validation_set: str = ""  # fingerprint of what it was measured on
     bucket_bytes: int = 0  # of its objects, complete or not
     tiers: tuple[SaveReason, ...] = ()  # save reasons
-    notes: tuple[str, ...] = ()  # `latest`, `best`, `final`, `epoch E`, `incomplete: ...`
+    notes: tuple[str, ...] = ()  # `latest`, `best`, `final`, `epoch E`, `unusable: ...`
     branch: int = 1  # number of the branch whose folder holds it
     local_run_id: str = ""  # id of the run that saved the local one
     bucket_run_id: str = ""  # the same of the one in the bucket
@@ -95,6 +97,8 @@ class Catalog:
         self.part: Part | None = None  # what this machine's disk has of each; None: all of it
         self.branch = FIRST_BRANCH  # the present one, once `entries` was called
         self.two_heads: CheckpointError | None = None  # why no branch can be the present one
+        # Local ones, of steps that another machine has trained anew since: not to be used.
+        self.left_behind: tuple[str, ...] = ()
 
     def entries(self) -> list[CatalogEntry]:
         """List every checkpoint by ascending step, those of the present branch last.
@@ -132,6 +136,14 @@ class Catalog:
         except CheckpointError as error:
             head, self.two_heads = recorded, error
         self.branch = head or FIRST_BRANCH
+        self.left_behind = ()
+        if lease is not None and lease.trained_by != known:
+            self.left_behind = _left_behind(pairs, self.branch)
+            for name in self.left_behind:
+                pairs[name] = (
+                    dataclasses.replace(pairs[name][0], state=_LEFT_BEHIND),
+                    pairs[name][1],
+                )
         usable = {
             step: manifests[name]
             for name, pair in pairs.items()
@@ -256,6 +268,24 @@ class Catalog:
         )
 
 
+def _left_behind(
+    pairs: Mapping[str, tuple[CheckpointState, CheckpointState]], branch: Branch
+) -> tuple[str, ...]:
+    """Return the checkpoints of a disk that came back after another machine went on without it.
+
+    From the first step that both machines saved, the bucket has the branch.
+    """
+    steps = {name: step for name in pairs if (step := branch.step_of(name)) is not None}
+
+    def is_other(name: str) -> bool:
+        local, remote = (state.manifest for state in pairs[name])
+        return local is not None and (remote is None or local.files != remote.files)
+
+    others = [name for name in steps if is_other(name)]
+    saved_by_both = [steps[name] for name in others if pairs[name][1].is_whole]
+    return tuple(name for name in others if saved_by_both and steps[name] >= min(saved_by_both))
+
+
 def _troubles(entry: CatalogEntry) -> list[str]:
     """Describe what is wrong with a checkpoint, on the disk or in the bucket."""
     broken = [
@@ -269,7 +299,7 @@ def _troubles(entry: CatalogEntry) -> list[str]:
         broken.append(f"bucket: {entry.bucket} of it")
     if entry.sound_here:  # only this machine's part
         broken.append(f"local: {entry.local}")
-    return [f"incomplete: {', '.join(broken)}; ignored by resume"]
+    return [f"unusable: {', '.join(broken)}; ignored by resume"]
 
 
 def _nearest(request: str, entries: Sequence[CatalogEntry]) -> str:

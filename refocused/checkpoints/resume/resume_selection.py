@@ -54,7 +54,7 @@ class Selection:
 
     checkpoint: Checkpoint | None  # local and verified; None: from scratch
     branch: Branch  # a new one unless the checkpoint is the newest of the present branch
-    corrupt: tuple[Path, ...] = ()  # newer, unusable checkpoints on this disk
+    corrupt: tuple[Path, ...] = ()  # unusable checkpoints on this disk, to set aside
 
 
 def select_checkpoint(catalog: Catalog, request: str) -> Selection:
@@ -85,6 +85,9 @@ def select_checkpoint(catalog: Catalog, request: str) -> Selection:
     elif request != "none":
         remedy = " Choose another checkpoint, or the newest usable one with --resume latest."
         checkpoint = _verified(catalog, catalog.resolve(request), remedy=remedy)
+    corrupt += [name for name in catalog.left_behind if name not in corrupt]
+    if checkpoint is not None and checkpoint.name in corrupt:
+        corrupt.remove(checkpoint.name)  # it has been downloaded
     branch = next_branch(present, entries, checkpoint, corrupt)
     return Selection(checkpoint, branch, tuple(catalog.local / name for name in corrupt))
 

@@ -191,14 +191,14 @@ class Saver:
         self._world.on_storage_ranks(record)
 
     def set_aside(self, corrupt: Collection[Path]) -> None:
-        """Rename corrupt checkpoints, because new ones will need their names."""
+        """Rename unusable checkpoints, because new ones will need their names."""
 
         def rename() -> None:
             for path in corrupt:
                 if path.exists():  # on this disk
                     self._reporter.event(
                         "set_aside",
-                        f"  aside    {path.name} is corrupt and is now {set_aside(path).name}; "
+                        f"  aside    {path.name} is unusable and is now {set_aside(path).name}; "
                         "remove it when you do not need it",
                     )
 
