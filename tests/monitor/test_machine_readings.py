@@ -4,6 +4,7 @@ import types
 import psutil
 import pytest
 
+from refocused.monitor.sampler import machine_readings
 from refocused.monitor.sampler.machine_readings import SystemReader
 from refocused.system.hardware import FreeMemory, memory_now
 
@@ -31,6 +32,21 @@ def test_rates_are_since_the_last_reading(tmp_path, monkeypatch):
     monkeypatch.setattr(psutil, "disk_io_counters", lambda nowrap: None)
     third = reader.sample()
     assert third.network_received_mb_per_second is third.disk_read_mb_per_second is None
+
+
+def test_figures_come_in_gigabytes_and_as_a_fraction(tmp_path, monkeypatch):
+    memory = FreeMemory(total=64_250_000_000, available=48_000_000_000, swap_used=3_500_000_000)
+    disk = types.SimpleNamespace(total=2_000_500_000_000, free=750_250_000_000)
+    monkeypatch.setattr(machine_readings, "memory_now", lambda: memory)
+    monkeypatch.setattr(machine_readings.shutil, "disk_usage", lambda path: disk)
+    monkeypatch.setattr(psutil, "cpu_percent", lambda: 37.5)
+    sample = SystemReader(tmp_path, host="here").sample()
+    assert (sample.cpu_fraction, sample.memory_used_gb, sample.memory_total_gb) == (
+        pytest.approx(0.375),
+        16.25,
+        64.25,
+    )
+    assert (sample.swap_used_gb, sample.disk_free_gb, sample.disk_total_gb) == (3.5, 750.25, 2000.5)
 
 
 def test_this_machine(tmp_path):
