@@ -47,7 +47,7 @@ class ModelConfig(Section):
     data and step are new. A checkpoint of the run itself has precedence."""
     resize_vocabulary: Flag | None = setting(None, "true")
     """Allow `start_from` a model of another vocabulary: the embedding and the head are cut, or get
-    new rows, initialized as in an untrained model."""
+    new rows, drawn around the mean of the others."""
     vocabulary: CountOrAuto | None = setting(None, "50257")
     """Number of token ids; `auto`: that of `data.tokenizer`, else of the data's manifest, else of
     the preset; null: that of the preset."""

@@ -46,6 +46,7 @@ _IRRELEVANT = re.compile(
 )
 Reader = Callable[[], Tensor]
 logger = logging.getLogger(__name__)
+MEAN_ROWS = 8192  # read at once
 _OLD_BUFFER = "rotary_emb.inv_freq"  # in files of earlier versions of transformers
 
 
@@ -172,7 +173,11 @@ def open_model(folder: Path, *, trusts_pickles: bool) -> StoredModel:
 def match(
     stored: StoredModel, shape: ModelShape, *, where: str, preset: str, resizes: bool
 ) -> FillWeights:
-    """Return what fills the parameters of the run's model, except new rows of the vocabulary.
+    """Return what fills the parameters of the run's model, each element once.
+
+    New rows of the vocabulary stay as they were drawn, around the mean of the model's rows, so that
+    their ids are about as likely as its own: around 0 they would take most of the probability from
+    a model whose logits are far below 0.
 
     `where` and `preset` are named in errors. Raises ConfigError if the family, a setting, a tensor
     or, unless it `resizes` them, the vocabulary differs.
@@ -231,10 +236,22 @@ def match(
     if missing := [name for name in first.values() if name not in sources]:
         raise refuse(f"its files lack {missing[0]} ({len(missing)} such tensors)", "copy it again")
 
+    @functools.cache
+    def mean_row(key: str) -> Tensor:
+        width, rows = shape.width, range(0, known.vocabulary, MEAN_ROWS)
+        ends = ((first, min(first + MEAN_ROWS, known.vocabulary)) for first in rows)
+        parts = (stored.read(key, first * width, end * width) for first, end in ends)
+        total = sum(part.view(-1, width).double().sum(dim=0) for part in parts)
+        return torch.as_tensor(total / known.vocabulary).float()
+
     def fill(target: Tensor, name: str, start: int) -> None:
         key, count = sources[name.removeprefix(NETWORK_PREFIX)]
         if (end := min(count, start + target.numel())) > start:
             target[: end - start].copy_(stored.read(key, start, end))
+        first, last = max(start, count), min(start + target.numel(), shape.vocabulary * shape.width)
+        if first < last and count == known.vocabulary * shape.width:  # of embedding or head
+            columns = torch.arange(first, last) % shape.width
+            target[first - start : last - start] += mean_row(key)[columns].to(target)
 
     return fill
 

@@ -59,8 +59,9 @@ def start(folder, family="gpt2", *, resizes=False, **changes):
     model.network.get_output_embeddings().vocabulary = shape.vocabulary
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            for begin in (0, 77):  # as fragments of ranks
-                fill(weight.view(-1)[begin:], name, begin)
+            parts = weight.view(-1).tensor_split((77, 30_000))  # as fragments of ranks
+            for part, begin in zip(parts, (0, 77, 30_000), strict=True):
+                fill(part, name, begin)
     return model
 
 
@@ -103,7 +104,24 @@ def test_a_vocabulary_is_cut_or_padded_on_request(tmp_path, vocabulary):
             getattr(one, name)().weight for one in (model.network, network, untrained.network)
         )
         assert found[:both].equal(given[:both])
-        assert found[vocabulary:].equal(new[vocabulary:])
+        added = given.mean(dim=0, dtype=torch.double).float()
+        assert found[vocabulary:512].equal(new[vocabulary:512] + added)
+        assert found[max(vocabulary, 512) :].equal(new[max(vocabulary, 512) :])  # padding
+
+
+def test_new_ids_leave_the_probabilities_of_a_model_whose_logits_are_far_below_zero(tmp_path):
+    network = write_model(tmp_path, "gpt_neox", vocab_size=400)
+    ids = tokens() % 400
+    with torch.no_grad():  # as in trained models: a direction of all rows that every state has
+        network.gpt_neox.final_layer_norm.bias += 3
+        network.lm_head.weight -= 0.2
+    network.save_pretrained(tmp_path)
+    model = start(tmp_path, "gpt_neox", resizes=True)
+    with torch.no_grad():
+        logits, before = model.logits(ids)[..., :512], network(ids).logits
+    assert before.mean() < -30
+    of_new = logits.softmax(-1)[..., 400:].sum(-1).mean()
+    assert of_new < 2 * 112 / 512  # around 0 it would be 1 - e^-30
 
 
 EMBEDDING = torch.zeros(512, 64)
