@@ -23,7 +23,7 @@ from refocused.config.yaml_source import parse_yaml
 # By the first line of a block: what it needs that a test does not have.
 NEEDS = {
     "./launch/setup_environment.sh": r"--num_gpus \d+ .*gs://.*--gcs-credentials",
-    "./launch/doctor.py --config gpt2_1b_8xh100_fast --gcs-credentials key.json \\": "gs://",
+    "./launch/doctor.py --config llama_1b_8xh100 --gcs-credentials key.json \\": "gs://",
     ".venv/bin/deepspeed --hostfile FILE launch/train.py --config NAME": "--hostfile",
     "./launch/train.sh --config resonance_32k_small data.source=gs://my-bucket/tokens": "gs://",
     'OPTIONS="--tokenizer gpt2 --bpe-folder /shared/bpe"': "srun .*RAY_ADDRESS=",

@@ -27,7 +27,7 @@ BYTES_A_TOKEN = 4
 def run_estimate_cost(parser: Parser) -> int:
     """Estimate or measure a run, and print the result."""
     parser.examples = (
-        "--config gpt2_1b_8xh100_fast --gpus 8 --per-hour 24",
+        "--config llama_1b_8xh100 --gpus 8 --per-hour 24",
         "--config gpt2_124m --sweep gpus=1,2,4,8",
         "--measured demo",
     )

@@ -279,7 +279,7 @@ SPOT_GRACE_SECONDS = 25  # a spot machine is taken away about 30 s after its not
 # since all its processes have ended, and the launcher takes seconds before it needs a GPU.
 RESTART_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 3.0, 300.0
 CPU_RANKS = 2
-RENTED, LARGE_RUN = "H100 SXM", "gpt2_1b_8xh100_fast"
+RENTED, LARGE_RUN = "H100 SXM", "llama_1b_8xh100"
 SCRIPT = Path(__file__).resolve().parents[2] / "launch" / "train.py"
 
 
