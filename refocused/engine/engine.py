@@ -200,12 +200,16 @@ class Engine:
             return self._loss(input_ids, labels)
 
     def label_losses(self, input_ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the loss of each label of a batch; see `CausalLM.label_losses`."""
+        """Return the loss of each label of a batch, and the labels, on the device.
+
+        Both are `[B, T]`, or of this rank's slice; see `CausalLM.forward`.
+        """
+        input_ids, labels = self._on_device(input_ids, labels)
         with self._evaluating():
-            both: tuple[Tensor, Tensor] = self._engine.module.label_losses(
-                *self._on_device(input_ids, labels)
-            )
-        return both
+            # By the root module: ZeRO-3 would forget the order in which it fetches parameters.
+            losses: Tensor = self._engine(input_ids, labels, of_each=True)
+        group = self._engine.module.sequence
+        return losses, labels if group is None else group.own(labels)
 
     def _loss(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         loss: Tensor = self._engine(*self._on_device(input_ids, labels))

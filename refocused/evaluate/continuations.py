@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -166,19 +166,26 @@ def tensors_of(continuations: Sequence[Continuation]) -> tuple[Tensor, Tensor]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ValidationLoss:
-    """Mean losses, nats a token: over all sequences of all ranks, and of each source.
+    """The loss over all sequences of all ranks, and over those of each source of a mixture."""
 
-    `bits_per_byte` does not depend on the tokenizer: summed nats over summed bytes of the labels
-    that stand for text, in bits. None: the tokenizer's ids have no known lengths.
+    mean: float  # nats a token
+    bits_per_byte: float | None = None  # None: the ids have no known lengths in bytes
+    by_source: Mapping[str, "ValidationLoss"] = dataclasses.field(default_factory=dict)
+
+
+def bits_per_byte(nats: float, text_bytes: float) -> float:
+    """Return the loss by byte of text, in bits, which does not depend on the tokenizer.
+
+    As lm-evaluation-harness's `bits_per_byte` of a text, and nanochat's `evaluate_bpb` of batches.
     """
-
-    mean: float
-    by_source: dict[str, float]
-    bits_per_byte: float | None = None
+    return nats / text_bytes / math.log(2)
 
 
 class LossSums:
-    """Sums the losses of this rank's batches, by source."""
+    """Sums the losses of this rank's batches, by source.
+
+    Bits per byte count the labels that stand for text: special tokens are in neither sum.
+    """
 
     def __init__(self, byte_lengths: Tensor | None = None) -> None:
         """Count bytes by `byte_lengths`, those of each id `[V]`, on the batches' device."""
@@ -201,16 +208,17 @@ class LossSums:
         """Return the mean losses over all ranks, None without data; every rank must call."""
         # Every rank has batches of the same sources, in the same order.
         flat = world.total([number for sums in self._sums.values() for number in sums])
-        losses, tokens, of_text, text_bytes = (flat[part::4] for part in range(4))
-        if not sum(tokens):
+        columns = [flat[part::4] for part in range(4)]
+        if not sum(columns[1]):
             return None
-        size = sum(text_bytes)
-        return ValidationLoss(
-            mean=sum(losses) / sum(tokens),
-            bits_per_byte=sum(of_text) / size / math.log(2) if size else None,
-            by_source={
-                name: total / counted
-                for name, total, counted in zip(self._sums, losses, tokens, strict=True)
-                if name is not None and counted
-            },
-        )
+        by_source = {
+            name: _loss_of(*sums)
+            for name, *sums in zip(self._sums, *columns, strict=True)
+            if name is not None and sums[1]
+        }
+        return dataclasses.replace(_loss_of(*map(sum, columns)), by_source=by_source)
+
+
+def _loss_of(losses: float, tokens: float, of_text: float, text_bytes: float) -> ValidationLoss:
+    bits = bits_per_byte(of_text, text_bytes) if text_bytes else None
+    return ValidationLoss(losses / tokens, bits)

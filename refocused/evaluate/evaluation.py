@@ -11,7 +11,8 @@ import torch
 from refocused.bucket.bucket import Bucket
 from refocused.config.batch_plan import BatchPlan
 from refocused.config.load_run import read_run
-from refocused.data.loader.open_data import build_data
+from refocused.config.run_config import RunConfig
+from refocused.data.loader.open_data import DataParts, build_data
 from refocused.evaluate.continuations import LossSums
 from refocused.evaluate.export_copy import FOLDER
 from refocused.evaluate.load_model import LoadedModel, load_model, untrained
@@ -24,7 +25,13 @@ from refocused.models.causal_lm import CausalLM
 from refocused.system.errors import ConfigError
 from refocused.system.logs import print_message
 from refocused.system.world import World
-from refocused.tokenizers.encoders import TokenizerChoice
+from refocused.tokenizers.encoders import Ids, TokenizerChoice
+from refocused.tokenizers.tokenizer_json import (
+    TOKENIZER_FILE,
+    as_transformers,
+    byte_lengths,
+    check_vocabulary,
+)
 
 NAME_TASKS = "Name at least one task: --tasks hellaswag=FILE.jsonl or --tasks FILE.txt."
 
@@ -148,11 +155,12 @@ def measure_validation(
     )
 
     def sum_losses() -> LossSums:
-        losses = LossSums()
+        sizes = _byte_lengths(model, config, data)
+        losses = LossSums(None if sizes is None else torch.from_numpy(sizes).to(world.device))
         with torch.inference_mode():
             for each in data.validation_batches():
                 inputs, labels = each.input_ids.to(world.device), each.labels.to(world.device)
-                losses.add(each.source, *network.label_losses(inputs, labels))
+                losses.add(each.source, network(inputs, labels, of_each=True), labels)
         return losses
 
     began = time.monotonic()
@@ -163,8 +171,29 @@ def measure_validation(
     loss = losses.mean(world)
     if loss is None:
         raise ConfigError(f"{model.source}: its run has no validation set. {NAME_TASKS}")
-    measures = {"loss": loss.mean, "perplexity": perplexity(loss.mean)}
-    measures |= {f"{source} loss": value for source, value in loss.by_source.items()}
+    measures: dict[str, float | None] = {
+        "loss": loss.mean,
+        "perplexity": perplexity(loss.mean),
+        "bits_per_byte": loss.bits_per_byte,
+    }
+    for source, part in loss.by_source.items():
+        measures |= {f"{source} loss": part.mean, f"{source} bits_per_byte": part.bits_per_byte}
     count = sum(len(source.validation.sequences) for source in data.sources)
-    named = {name: Measure(value, None) for name, value in measures.items()}
+    named = {name: Measure(value, None) for name, value in measures.items() if value is not None}
     return TaskResult("validation", count, 0, named, seconds=time.monotonic() - began)
+
+
+def _byte_lengths(model: LoadedModel, config: RunConfig, data: DataParts) -> Ids | None:
+    """Return how many bytes each id stands for, by the tokenizer that is saved with the model.
+
+    None: it is unknown, as in training. One that came with the first weights may not be the data's.
+    """
+    file, vocabulary = model.source / TOKENIZER_FILE, int(model.network.config.vocab_size)
+    if not (config.data.tokenizer_is_readable and file.is_file()):
+        return None
+    content = file.read_bytes()
+    check_vocabulary(content, vocabulary=vocabulary, where=str(file))
+    ends = config.data.document_id, config.data.separator_id, data.manifest.end_of_text_id
+    end = next((number for number in ends if number is not None), None)
+    tokenizer = as_transformers(content, end_of_text_id=end, max_length=1, file=file)
+    return byte_lengths(tokenizer, vocabulary=vocabulary, ends=ends)

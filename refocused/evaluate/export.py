@@ -45,6 +45,7 @@ from refocused.system.atomic_files import (
     write_json_atomic,
 )
 from refocused.system.errors import CheckpointError, RefocusedError
+from refocused.system.number_text import known
 from refocused.system.strict_json import parse_json
 from refocused.tokenizers.encoders import BYTES, HUB, TOKENIZER_CONFIG
 
@@ -349,8 +350,11 @@ def _card(weights: ModelWeights, remarks: Sequence[str], *, dtype: Dtype) -> str
     fewer = f", of {longest:,} that it takes" if trained < longest else ""
     tokenizer = weights.settings["data"].get("tokenizer", "unknown")
     losses = [
-        "not known" if loss is None else f"{loss:.4f} (perplexity {perplexity(loss):,.2f})"
-        for loss in (manifest.loss, manifest.validation_loss)
+        "not known" if loss is None else f"{loss:.4f} (perplexity {perplexity(loss):,.2f}{bits})"
+        for loss, bits in (
+            (manifest.loss, ""),
+            (manifest.validation_loss, known(", {:.4f} bits per byte", manifest.bits_per_byte)),
+        )
     ]
     rows = {
         "run": f"{manifest.run}, step {manifest.step:,}",

@@ -13,7 +13,14 @@ from torch import Tensor
 
 from refocused.config.model_shape import families
 from refocused.evaluate import multiple_choice
-from refocused.evaluate.continuations import Continuation, Encoder, Scored, score_all, tensors_of
+from refocused.evaluate.continuations import (
+    Continuation,
+    Encoder,
+    Scored,
+    bits_per_byte,
+    score_all,
+    tensors_of,
+)
 from refocused.evaluate.core import encode_task
 from refocused.evaluate.load_model import LoadedModel
 from refocused.evaluate.tasks import PERPLEXITY, TaskFile
@@ -223,5 +230,5 @@ def perplexities_of(
     return {
         "perplexity": multiple_choice.exponential(loss, error),
         "byte_perplexity": multiple_choice.exponential(*scaled(by_byte)),
-        "bits_per_byte": multiple_choice.Measure(*scaled(by_byte / math.log(2))),
+        "bits_per_byte": multiple_choice.Measure(*scaled(bits_per_byte(tokens, text_bytes))),
     }

@@ -147,6 +147,7 @@ class Validation:
     step: int
     loss: float | None  # None: it was not finite
     validation_set: str | None = None  # fingerprint of what it was made on
+    bits_per_byte: float | None = None  # None: unknown, or not finite
 
 
 def lowest(validations: Sequence[Validation]) -> Validation | None:
@@ -188,7 +189,8 @@ class MetricsTimeline:
             self.steps.append(metrics)
         else:
             loss, measured_on = number(record, "validation_loss"), text(record, "validation_set")
-            self.validations.append(Validation(step, loss, measured_on))
+            bits = number(record, "bits_per_byte")
+            self.validations.append(Validation(step, loss, measured_on, bits))
 
 
 def unix_time(value: object) -> float | None:

@@ -31,6 +31,7 @@ _HELP = {
     "train_cost_usd": "Of that time.",
     "train_cost_left_usd": "Of the time left.",
     "validation_loss": "Mean loss on the validation sequences, in nats a token.",
+    "validation_bits_per_byte": "Of text, on the validation sequences.",
     "validation_step": "Step of that validation.",
     "training": "1 while the run trains, 0 when it has ended.",
     "updated_timestamp_seconds": "When this file was written.",

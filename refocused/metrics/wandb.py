@@ -186,7 +186,9 @@ def _values(record: Record) -> dict[str, object]:
             histogram.name: wandb.Histogram(np_histogram=(list(histogram.counts), histogram.edges))
             for histogram in record["histograms"]
         }
-    return dict(scalars(record))
+    numbers = scalars(record)
+    bits = numbers.pop("validation/bits_per_byte", None)
+    return {**numbers, **({} if bits is None else {"val_bpb": bits})}  # the field's usual name
 
 
 def _why_offline(settings: Any) -> str | None:

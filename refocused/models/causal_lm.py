@@ -55,30 +55,23 @@ class CausalLM(nn.Module):
         )
         self.network = network
 
-    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+    def forward(self, input_ids: Tensor, labels: Tensor, *, of_each: bool = False) -> Tensor:
         """Return the mean cross-entropy `[]` of tokens `[B, T]` and the next tokens `[B, T]`.
 
         Labels of -100 are not counted. If ranks share the sequences, all of them pass all tokens
         and labels, and call together; while gradients are recorded, the loss is this rank's part,
         and the mean of the parts is that of the sequences.
+
+        With `of_each`, return the loss of each label instead, in nats without a gradient, `[B, T]`
+        (of a rank that shares sequences, `[B, T / N]`: those of its slice); 0 for -100.
         """
         head, group = self.network.get_output_embeddings(), self.sequence
-        if group is None:
-            loss: Tensor = head(self._hidden(input_ids), labels)
-            return loss
-        loss = head(self._hidden(input_ids, group), group.own(labels)) * group.label_share(labels)
-        return loss if torch.is_grad_enabled() else group.mean(loss)
-
-    def label_losses(self, input_ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the loss of each label in nats (0 for -100) and the labels, `[B, T]` each.
-
-        If ranks share the sequences, they call together, and each has those of its slice.
-        """
-        group = self.sequence
         hidden = self._hidden(input_ids, group)
-        labels = labels if group is None else group.own(labels)
-        losses: Tensor = self.network.get_output_embeddings()(hidden, labels, of_each=True)
-        return losses, labels
+        loss: Tensor = head(hidden, labels if group is None else group.own(labels), of_each=of_each)
+        if group is None or of_each:
+            return loss
+        loss = loss * group.label_share(labels)
+        return loss if torch.is_grad_enabled() else group.mean(loss)
 
     def logits(self, input_ids: Tensor, *, last: int | None = None) -> Tensor:
         """Return the logits `[B, T, V]` of the next tokens, or only those of the `last` ones."""

@@ -182,7 +182,9 @@ class RunView:
     tokens = Reported(whole_number)
     loss = Reported(number)
     validation_loss = Reported(number)
+    bits_per_byte = Reported(number)
     best_loss = Reported(number)
+    best_bits_per_byte = Reported(number)
     best_step = Reported(whole_number)
     per_hour_usd = Reported(number, "cost.per_hour_usd", source="settings")  # of the machines
     budget_usd = Reported(number, "cost.budget_usd", source="settings")
@@ -380,7 +382,8 @@ class RunView:
 
 _SHOWN = (
     *("name", "status", "host", "exit_code", "note", "step", "total_steps", "tokens", "loss"),
-    *("validation_loss", "best_loss", "best_step", "last_step", "silent_seconds"),
+    *("validation_loss", "bits_per_byte", "best_loss", "best_bits_per_byte", "best_step"),
+    *("last_step", "silent_seconds"),
     *("seconds_trained", "cost_usd", "seconds_left", "cost_left_usd", "resumes_from"),
     *("budget_usd", "ends", "saves", "mirror", "shards", "gpus", "systems"),
     *("samples_age_seconds", "alarms", "events", "used"),
@@ -512,6 +515,7 @@ def _restored(view: RunView) -> Record:
         "total_steps": whole_number(view.settings, "run.steps"),
         "loss": last.loss,
         "best_loss": None if best is None else best.loss,
+        "best_bits_per_byte": None if best is None else best.bits_per_byte,
         "best_step": None if best is None else best.step,
         "seconds": last.seconds_trained,
         "cost_usd": last.cost_usd,

@@ -1,6 +1,7 @@
 """Convert a tokenizer to a `tokenizers` file, and load transformers' class of it."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from refocused.system.errors import ShardError, tokenizer_errors
 from refocused.tokenizers import encoders
 
 TOKENIZER_FILE = "tokenizer.json"
+_SPLITS = {"ByteLevel", "Split", "Digits", "Punctuation"}  # pre-tokenizers that keep the text
+_NEVER_IN_UTF8 = {0xC0, 0xC1, *range(0xF5, 0x100)}  # bytes (RFC 3629, 1)
 
 
 def tokenizer_file(choice: encoders.TokenizerChoice, *, vocabulary: int) -> bytes:
@@ -63,39 +66,48 @@ def _finished(tokenizer: Any, end_of_text_id: int, *, splits_words: bool) -> byt
     return text.encode()
 
 
-def byte_lengths(content: bytes) -> encoders.Ids | None:
-    """Return how many bytes of text each id of a `tokenizer.json` stands for, `(ids,)`.
+def byte_lengths(
+    tokenizer: Any, *, vocabulary: int, ends: Sequence[int | None] = ()
+) -> encoders.Ids | None:
+    """Return how many bytes of text each id of a vocabulary stands for, `(vocabulary,)`.
 
-    0 are special tokens and ids without a token. None: the ids do not stand for the bytes of the
-    text alone, since it is not byte-level, or puts a space before a text, or changes the text. Of
-    normalizers, NFC is taken: what it changes is spelt alike.
+    0 are special tokens, the `ends` of documents, and ids without a token. None: unknown, because
+    the ids do not stand for all bytes of a text and for nothing else: the tokenizer is not
+    byte-level, lacks bytes, puts a space before a text, or changes it. NFC is no such change: it
+    only spells a character in another way.
+
+    Args:
+        tokenizer: transformers' class of a `tokenizer.json`; see `as_transformers`.
+        vocabulary: Ids of the model, at least those of the tokenizer.
+        ends: Ids that separate documents.
     """
-    inner = json.loads(encoders.load_content(content, where=TOKENIZER_FILE).to_str())
-    model, splits = inner["model"], _parts(inner["pre_tokenizer"], "pretokenizers")
-    levels = [part for part in splits if part["type"] == "ByteLevel"]
-    others = {part["type"] for part in splits} - {"ByteLevel", "Split", "Digits"}
-    normalizers = {part["type"] for part in _parts(inner["normalizer"], "normalizers")}
-    affixes = model.get("continuing_subword_prefix"), model.get("end_of_word_suffix")
+    inner = json.loads(tokenizer.backend_tokenizer.to_str())
+    model, added = inner["model"], inner["added_tokens"]
+    splits = _parts(inner["pre_tokenizer"], "pretokenizers")
+    kinds = {part["type"] for part in splits}
+    byte_of = encoders.bytes_by_character()
     if (
-        not levels
-        or any(part["add_prefix_space"] for part in levels)
-        or others | normalizers - {"NFC"}
+        model["type"] != "BPE"
+        or model.get("continuing_subword_prefix")
+        or model.get("end_of_word_suffix")
+        or "ByteLevel" not in kinds
+        or kinds - _SPLITS
+        or any(part.get("add_prefix_space") or part.get("behavior") == "Removed" for part in splits)
+        or {part["type"] for part in _parts(inner["normalizer"], "normalizers")} - {"NFC"}
+        or any(not row["special"] and (row["lstrip"] or row["rstrip"]) for row in added)
     ):
         return None
-    byte_of = encoders.bytes_by_character()
-    vocabulary = model["vocab"]
-    added = {row["content"]: row for row in inner["added_tokens"]}
-    if model["type"] != "BPE" or any(affixes):
+    names = {row["content"] for row in added}
+    plain = {token: number for token, number in model["vocab"].items() if token not in names}
+    in_text = {letter for letter, byte in byte_of.items() if byte not in _NEVER_IN_UTF8}
+    if in_text - model["vocab"].keys() or set("".join(plain)) - byte_of.keys():
         return None
-    ids = {row["id"]: row["content"] for row in inner["added_tokens"]}
-    lengths = np.zeros(max([*vocabulary.values(), *ids], default=-1) + 1, np.uint16)
-    for token, number in vocabulary.items():
-        if token not in added:
-            if not byte_of.keys() >= set(token):
-                return None
-            lengths[number] = len(token)
-    for number, token in ids.items():
-        lengths[number] = 0 if added[token]["special"] else len(token.encode())
+    lengths = np.zeros(vocabulary, np.int32)
+    for token, number in plain.items():
+        lengths[number] = len(token)
+    for row in added:
+        lengths[row["id"]] = 0 if row["special"] else len(row["content"].encode())
+    lengths[[end for end in ends if end is not None and end < vocabulary]] = 0
     return lengths
 
 

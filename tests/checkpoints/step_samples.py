@@ -143,7 +143,7 @@ def make_readable_step(
 ) -> Checkpoint:
     """Commit a step whose training state and settings can be read.
 
-    `changes` are fields of the training state; the two losses go into the manifest too.
+    `changes` are fields of the training state; its losses go into the manifest too.
     """
     trainer = {
         "step": step,
@@ -151,6 +151,7 @@ def make_readable_step(
         "position": {"epoch": 0, "sequences": 4 * step},
         "loss": 2.5,
         "validation_loss": None,
+        "bits_per_byte": None,
         "best_loss": None,
         "best_step": None,
         "seconds": 90.0,
@@ -161,7 +162,7 @@ def make_readable_step(
     fill(staging.path, seed=step)
     (staging.path / "trainer.json").write_text(json.dumps(trainer))
     (staging.path / "run.yaml").write_text(json.dumps(settings or {"run": {"name": "sample"}}))
-    losses = {name: trainer[name] for name in ("loss", "validation_loss")}
+    losses = {name: trainer[name] for name in ("loss", "validation_loss", "bits_per_byte")}
     return commit(staging, manifest_for(staging.path, step, **losses))
 
 

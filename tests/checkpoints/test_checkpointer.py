@@ -34,6 +34,7 @@ STATE = TrainState(
     position=Position(1, 6),
     loss=2.5,
     validation_loss=2.75,
+    bits_per_byte=1.25,
     best_loss=2.75,
     best_step=10,
     seconds=9.0,
@@ -112,6 +113,7 @@ def test_a_checkpoint_and_its_manifest_round_trip(tmp_path: Path) -> None:
         "parameters": 1000,
         "validation_loss": 2.75,
         "validation_set": "",
+        "bits_per_byte": 1.25,
         "loss": 2.5,
         "tokens": 1234,
     }
@@ -128,8 +130,9 @@ def test_a_checkpoint_and_its_manifest_round_trip(tmp_path: Path) -> None:
 
 
 def test_a_non_finite_loss_is_saved_as_none(tmp_path: Path) -> None:
-    save(tmp_path, validation_loss=float("nan"))
-    assert read_checkpoint(tmp_path / NAME).manifest.validation_loss is None
+    save(tmp_path, validation_loss=float("nan"), bits_per_byte=float("nan"))
+    manifest = read_checkpoint(tmp_path / NAME).manifest
+    assert (manifest.validation_loss, manifest.bits_per_byte) == (None, None)
 
 
 @SAVED_HOW

@@ -48,7 +48,8 @@ def checkpoints(patch: pytest.MonkeyPatch) -> Scene:
     run = SampleRun(Path("runs/one"), Path("bucket"), capture=None)
     run.checkpoints.mkdir(parents=True)
     facts = {"best_loss": 1.9, "best_step": 9000, "seconds": 5400.0, "cost_usd": 12.5}
-    run.mirror(run.save_readable(9500, validation_loss=2.0, **facts), keep=False)
+    losses = {"validation_loss": 2.0, "bits_per_byte": 0.75}
+    run.mirror(run.save_readable(9500, **losses, **facts), keep=False)
     settings: dict[str, object] = {"optimizer": {"lr": 0.0006}}
     run.mirror(run.save_readable(10000, settings=settings, loss=2.8702))
     (run.save(10500).path / "trainer.json").unlink()

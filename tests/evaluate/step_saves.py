@@ -186,6 +186,7 @@ _TRAINER: dict[str, Any] = {
     "position": {"epoch": 0, "sequences": 8},
     "loss": 4.5,
     "validation_loss": 4.25,
+    "bits_per_byte": 1.5,
     "validation_step": 2,
     "validation_set": "held out",
     "best_loss": 4.25,

@@ -40,7 +40,8 @@ from refocused.metrics.wandb import (
 )
 
 SETTINGS = {"optimizer": {"lr": 3e-4, "betas": [0.9, 0.95]}, "run": {"name": "tiny"}, "none": None}
-VALIDATION: Record = {"kind": "validation", "step": 1, "validation_loss": 3.0, "perplexity": 20.0}
+LOSS = {"validation_loss": 3.0, "perplexity": 20.0, "bits_per_byte": 1.25}
+VALIDATION: Record = {"kind": "validation", "step": 1, **LOSS}
 SAMPLE: Record = {"kind": "sample", "step": 2, "sample": "def f():\n    return a < b"}
 HISTOGRAMS: Record = {
     "kind": "histograms",
@@ -265,7 +266,7 @@ def test_the_file_holds_the_newest_of_every_figure(tmp_path):
     opened.write(step(40, math.nan, **known))
     values = read_prometheus(file)
     assert math.isnan(values["train_loss"]) and values["train_step"] == 40
-    opened.write({"kind": "validation", "step": 40, "validation_loss": 3.5, "perplexity": 33.1})
+    opened.write({**VALIDATION, "step": 40})
     opened.write(step(50, 3.125, **known))
     opened.write({"kind": "sample", "step": 50, "sample": "text"})
     assert read_prometheus(file) == {
@@ -273,7 +274,8 @@ def test_the_file_holds_the_newest_of_every_figure(tmp_path):
         "train_loss": 3.125,
         "train_gradient_norm": math.inf,
         "train_cost_usd": 1.5,
-        "validation_loss": 3.5,
+        "validation_loss": 3.0,
+        "validation_bits_per_byte": 1.25,
         "validation_step": 40,
         "training": 1,
         "updated_timestamp_seconds": 1.7e9,
@@ -315,6 +317,7 @@ def test_numbers_samples_and_settings_can_be_read_back(tmp_path):
     found = read_events(tmp_path)
     assert curve(tmp_path) == [(1, 3.5), (2, 3.25)]
     assert curve(tmp_path, "validation/loss") == [(1, 3.0)]
+    assert curve(tmp_path, "validation/bits_per_byte") == [(1, 1.25)]
     assert curve(tmp_path, "train/sources/web/tokens") == [(2, 5.0)]
     assert "train/mfu_fraction" not in found.Tags()["scalars"]  # unknown is left out
     (sample,) = found.Tensors("sample/text_summary")
@@ -391,7 +394,8 @@ def test_without_a_key_all_goes_to_files_that_sync_later(tmp_path):
         for record in found.history
     )
     assert first == {"train/step": 1, "train/loss": 2.5}
-    assert validation == {"train/step": 1, "validation/loss": 3.0, "validation/perplexity": 20.0}
+    figures = {"validation/loss": 3.0, "validation/perplexity": 20.0, "val_bpb": 1.25}
+    assert validation == {"train/step": 1, **figures}
     assert sample["train/step"] == 2
     (page,) = tmp_path.glob("wandb/offline-run-*/files/media/html/*.html")
     assert page.read_text() == "<pre>def f():\n    return a &lt; b</pre>"

@@ -13,7 +13,7 @@ from refocused.monitor.screen.run_lines import all_lines, run_rows
 
 PRINTED = """\
  one  TRAINING  step 1,000/2,000 50.0%  last line 10 s ago
- loss 3.1000  best val 3.0500 at 900  lr 3.00e-04  gnorm 0.67
+ loss 3.1000  best val 3.0500 (0.9500 bits/byte) at 900  lr 3.00e-04  gnorm 0.67
  1.5 s/step  700,000 tok/s
  elapsed 25.2 min $20.10 of $400  left 24.8 min $14.90  ends Fri 15 Jan 08:24 UTC
  saved 900  at risk 100 steps = 2.5 min  mirror 800, 1 behind (75%), 1 cannot be copied
@@ -171,7 +171,8 @@ def test_damaged_files_cost_only_what_is_damaged(run):
 def test_a_state_that_cannot_be_read_is_reported_and_all_else_is_shown(run, content, trouble):
     run.gpus(GPU)
     run.alarm()
-    validation = {"kind": "validation", "step": 1000, "validation_loss": 3.05}
+    loss = {"validation_loss": 3.05, "bits_per_byte": 0.875}
+    validation = {"kind": "validation", "step": 1000, **loss}
     run.line("training_metrics", NOW - 5, validation)
     (run.folder / "run.yaml").write_text("run: {steps: 2000}\n")
     state = run.folder / "state.json"
@@ -184,7 +185,9 @@ def test_a_state_that_cannot_be_read_is_reported_and_all_else_is_shown(run, cont
         " one  UNKNOWN  step 1,000/2,000 50.0%",
         f" state.json cannot be read: {trouble}",
     ]
-    assert lines[2].startswith(" loss 3.1000  best val 3.0500 at 1,000  lr 3.00e-04")
+    assert lines[2].startswith(
+        " loss 3.1000  best val 3.0500 (0.8750 bits/byte) at 1,000  lr 3.00e-04"
+    )
     assert lines[3].startswith(" 1.5 s/step")
     for part in ("ALARM", "48.4/79.6"):
         assert any(part in line for line in lines)

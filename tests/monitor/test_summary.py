@@ -74,9 +74,11 @@ setTimeout(() => {
 def run(tmp_path):
     """A finished run with a hostile name, with saves, samples, alarms and troubles."""
     run = new_run(tmp_path)
-    facts = {"exit_code": 0, "validation_loss": 2.0, "run": f"one {HOSTILE}"}
+    facts = {"exit_code": 0, "validation_loss": 2.0, "bits_per_byte": 0.75}
+    facts |= {"run": f"one {HOSTILE}"}
     run.begin(step=2000, status="finished", **facts)
-    run.line("training_metrics", NOW, {"kind": "validation", "step": 2000, "validation_loss": 3.05})
+    losses = {"validation_loss": 3.05, "bits_per_byte": 0.875}
+    run.line("training_metrics", NOW, {"kind": "validation", "step": 2000, **losses})
     run.gpus(GPU)
     for kind in ("start", "resume", "resume"):
         run.line("events", NOW, {"kind": kind, "text": kind})
@@ -113,7 +115,7 @@ def test_the_rows_and_the_last_troubles_say_what_the_files_say(run):
     expected = {
         "status": "finished, exit code 0",
         "steps": "2,000 of 2,000 (100.0%)",
-        "validation loss": f"2.0000, perplexity {math.exp(2):.2f}",
+        "validation loss": f"2.0000, perplexity {math.exp(2):.2f}, 0.7500 bits per byte",
         "time trained": "50.0 min $20.00",
         "a million tokens": "$10.0000",  # 20 dollars for 2,000 steps of 1,000 tokens
         "tokens a second, mean": "700,000",
@@ -125,7 +127,10 @@ def test_the_rows_and_the_last_troubles_say_what_the_files_say(run):
         "alarms": "1",
     }
     assert {name: rows[name] for name in expected} == expected
-    assert rows["best validation loss"].endswith("at step 900") and "left" not in rows
+    assert (
+        rows["best validation loss"].endswith("0.9500 bits per byte at step 900")
+        and "left" not in rows
+    )
     text = (run.folder / "SUMMARY.md").read_text()
     assert "<script" not in text
     assert 0 < text.find("no driver there") < text.find(r"\| x")  # of any machine, by time
@@ -146,7 +151,7 @@ def test_a_page_embeds_the_run_and_nothing_of_it_escapes(run):
     assert content["name"] == f"one {HOSTILE}"
     assert content["samples"] == [[0, f"def {HOSTILE}"], [2000, "def main():"]]
     assert len(content["troubles"]) == 4 and ["status", "finished, exit code 0"] in content["rows"]
-    assert content["validations"] == {"step": [2000], "loss": [3.05]}
+    assert content["validations"] == {"step": [2000], "loss": [3.05], "bits_per_byte": [0.875]}
     assert content["steps"]["step"][-1] == 2001 and content["saved"]["step"] == [1000, 2000]
     assert content["mirrored"]["time"] == [
         pytest.approx((2000 * 1.5 + 10 - 840) / 3600, abs=0.01),
@@ -284,7 +289,7 @@ def test_a_browser_draws_the_page_without_a_network(run, tmp_path, size):
     seen = json.loads(text)
     assert (seen["errors"], seen["loaded"]) == ("", 0)
     assert seen["titles"] == [
-        *("Loss", "Learning rate", "Throughput", "MFU", "Saved and mirrored"),
+        *("Loss", "Bits per byte", "Learning rate", "Throughput", "MFU", "Saved and mirrored"),
         *("GPU utilization", "GPU temperature", "GPU power", "GPU memory"),
     ]
     assert len(seen["light"]) == len(seen["titles"]) and min(seen["light"]) > 0

@@ -61,7 +61,12 @@ class WatchedRun:
         began = NOW if facts.pop("just_begun", False) else 0.0
         content = {"updated": iso(NOW - age), "run": "one", "status": status, "total_steps": 2000}
         content |= {"step": step, "tokens": step * 1000, "loss": 3.1, "best_loss": 3.05}
-        content |= {"best_step": 900, "seconds": step * STEP_SECONDS, "cost_usd": 20.0}
+        content |= {
+            "best_bits_per_byte": 0.95,
+            "best_step": 900,
+            "seconds": step * STEP_SECONDS,
+            "cost_usd": 20.0,
+        }
         content |= {"session_began": iso(began), **facts}
         (self.folder / "state.json").write_text(json.dumps(content))
 

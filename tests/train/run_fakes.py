@@ -31,6 +31,7 @@ from refocused.data.order.sequence_order import Order
 from refocused.data.order.sequences import Position, SequenceRange
 from refocused.engine.finite_updates import Judge, UpdateOutcome
 from refocused.engine.schedule import RatePlan
+from refocused.evaluate.continuations import ValidationLoss
 from refocused.evaluate.multiple_choice import TaskResult
 from refocused.metrics.meter import Meter
 from refocused.metrics.run_time import RunTime
@@ -166,7 +167,9 @@ class FakeReporter:
         self.reported.append([float(loss.mean()) for loss in losses])
         return dataclasses.replace(state, loss=self.reported[-1][-1])
 
-    def validation(self, state: TrainState, seconds: float, by_source: Mapping[str, float]) -> None:
+    def validation(
+        self, state: TrainState, seconds: float, by_source: Mapping[str, ValidationLoss]
+    ) -> None:
         self.log.append(f"tell {state.validation_loss}")
 
     def tasks(self, state: TrainState, results: Sequence[TaskResult], seconds: float) -> None:

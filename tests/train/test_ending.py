@@ -26,7 +26,8 @@ from refocused.train.step.stopping import StopReason
 
 pytestmark = pytest.mark.usefixtures("screen")
 
-DONE = TrainState(step=6, tokens=48_000, best_loss=2.0, best_step=4, seconds=750.0, cost_usd=12.345)
+BEST = {"best_loss": 2.0, "best_bits_per_byte": 0.75, "best_step": 4}
+DONE = TrainState(step=6, tokens=48_000, **BEST, seconds=750.0, cost_usd=12.345)
 
 
 @pytest.fixture(autouse=True)
@@ -146,7 +147,8 @@ def test_an_interrupted_run_does_not_wait_for_its_mirror_as_long():
             {"sample": "def f():\n    pass"},
             [
                 "done  step 6 of 6, 48,000 tokens, 12.5 min, $12.35",
-                "      best validation loss 2.0000 (perplexity 7.39) at step 4",
+                "      best validation loss 2.0000 (perplexity 7.39, 0.7500 bits per byte) "
+                "at step 4",
                 "      checkpoint runs/sample/checkpoints/branch-2/checkpoint_step_6",
                 "      mirror gs://bucket/runs: everything is there but older steps that newer "
                 "ones replace: 3",

@@ -139,7 +139,7 @@ def test_unusable_tasks_and_prompts_are_rejected(tmp_path):
         built(tasks=["hellaswag=none.jsonl"])
     with pytest.raises(RefocusedError, match="has no token of data"):
         built({"tokenizer": str(words)}, sample_prompt=" ")
-    *_, sampler = built(sample_prompt="def ")
+    sampler = built(sample_prompt="def ").sampler
     assert sampler is not None and sampler.prompt == "def "
 
 
@@ -153,8 +153,8 @@ def test_a_run_records_which_token_ends_a_text(tmp_path, caplog):
 
     def recorded(**data):
         end = data.pop("manifest_end", None)
-        files, *_ = built({"tokenizer": name, **data}, end)
-        token = json.loads(files["tokenizer_config.json"])["eos_token"]
+        texts = built({"tokenizer": name, **data}, end)
+        token = json.loads(texts.files["tokenizer_config.json"])["eos_token"]
         assert caplog.messages[-1].endswith(f"texts end with {token}")
         return str(token)
 
@@ -257,7 +257,7 @@ def validated(batches, *, world=None, stop_when=None):
         (
             [batch(2), batch(4)],
             [batch(8, ignored=2), batch(0, ignored=4)],
-            ValidationLoss((4 * 2 + 4 * 4 + 2 * 8) / 10, {}),
+            ValidationLoss((4 * 2 + 4 * 4 + 2 * 8) / 10),
         ),
         (
             [batch(2, source="web"), batch(5, source="web"), batch(8, source="code")],
@@ -266,7 +266,9 @@ def validated(batches, *, world=None, stop_when=None):
                 batch(0, ignored=4, source="web"),
                 batch(0, ignored=4, source="code"),
             ],
-            ValidationLoss(18 / 4, {"web": 10 / 3, "code": 8.0}),
+            ValidationLoss(
+                18 / 4, by_source={"web": ValidationLoss(10 / 3), "code": ValidationLoss(8.0)}
+            ),
         ),
     ],
 )

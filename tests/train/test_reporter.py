@@ -17,6 +17,7 @@ from thread_ranks import on_two_ranks, results
 
 from refocused.config.cadence import Cadence
 from refocused.data.order.sequences import Position
+from refocused.evaluate.continuations import ValidationLoss
 from refocused.metrics.history import unix_time
 from refocused.metrics.jsonl import JsonLines
 from refocused.metrics.meter import MARKED_EVERY
@@ -40,19 +41,24 @@ def test_a_step_is_recorded_with_the_engines_figures(tmp_path):
 
 def test_a_validation_is_reported_with_its_perplexity(tmp_path, caplog):
     session = Reporting(tmp_path)
-    best = TrainState(step=1500, tokens=90).after_validation(2.0)
+    best = TrainState(step=1500, tokens=90).after_validation(2.0, 0.75)
     session.reporter.validation(best, 12.4, {})
     worse = TrainState(step=1600, best_loss=1.0, validation_set="").after_validation(3.0)
-    session.reporter.validation(worse, 150.0, {"code": 2.5, "web": 3.25})
+    by_source = {"code": ValidationLoss(2.5, 0.5), "web": ValidationLoss(3.25)}
+    session.reporter.validation(worse, 150.0, by_source)
     assert caplog.messages == [
-        "eval   1,500 val 2.0000 ppl 7.39 (best) | 12 s",
-        "eval   1,600 val 3.0000 ppl 20.09 | code 2.5000 | web 3.2500 | 2.5 min",
+        "eval   1,500 val 2.0000 ppl 7.39 bpb 0.7500 (best) | 12 s",
+        "eval   1,600 val 3.0000 ppl 20.09 | code 2.5000 bpb 0.5000 | web 3.2500 | 2.5 min",
     ]
     record, mixed = session.records()
     assert (record["step"], record["tokens"], record["seconds"]) == (1500, 90, 12.4)
     assert record["perplexity"] == pytest.approx(math.exp(2.0))
+    assert (record["bits_per_byte"], mixed["bits_per_byte"]) == (0.75, None)  # unknown
     assert "sources" not in record
-    assert mixed["sources"] == {"code": {"validation_loss": 2.5}, "web": {"validation_loss": 3.25}}
+    assert mixed["sources"] == {
+        "code": {"validation_loss": 2.5, "bits_per_byte": 0.5},
+        "web": {"validation_loss": 3.25, "bits_per_byte": None},
+    }
 
 
 def test_events_are_written_and_failures_are_warnings(tmp_path, caplog):

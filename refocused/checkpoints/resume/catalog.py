@@ -46,7 +46,9 @@ LIST_THREADS = 32  # reads of manifests at once: each is small, so its latency i
 _LIST = as_typed("checkpoints list")
 _ABSENT = CheckpointState()
 _LEFT_BEHIND = "broken: another machine has trained this step anew since"
-_OF_MANIFEST = ("created", "loss", "validation_loss", "validation_set", "tiers", "alias")
+_OF_MANIFEST = (
+    *("created", "loss", "validation_loss", "validation_set", "bits_per_byte", "tiers", "alias"),
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -67,6 +69,7 @@ class CatalogEntry:
     loss: float | None = None  # of training, in nats a token
     validation_loss: float | None = None  # in nats a token
     validation_set: str = ""  # fingerprint of what it was measured on
+    bits_per_byte: float | None = None  # of that validation
     bucket_bytes: int = 0  # of its objects, complete or not
     tiers: tuple[SaveReason, ...] = ()  # save reasons
     notes: tuple[str, ...] = ()  # `latest`, `best`, `final`, `epoch E`, `unusable: ...`

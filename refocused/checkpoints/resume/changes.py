@@ -24,7 +24,7 @@ from refocused.system.errors import CheckpointError, ConfigError, as_typed
 
 MAX_LINES = 12
 # Fields of a manifest that are shown elsewhere (losses) or not useful to a reader.
-_NOT_SHOWN = {"schema_version", "name", "files", "loss", "validation_loss"}
+_NOT_SHOWN = {"schema_version", "name", "files", "loss", "validation_loss", "bits_per_byte"}
 DATA, MIXTURE, MODEL, DTYPE = "data", "data.mixture", "model.preset", "precision.dtype"
 _DATA_ORDER = "data order"
 # The settings that determine the order of sequences, besides the files themselves.

@@ -74,13 +74,15 @@ def parse_marker(content: bytes, *, where: str) -> Marker:
         ) from None
 
 
-def add_validation(committed: bytes, loss: float, validation_set: str) -> bytes:
+def add_validation(
+    committed: bytes, loss: float, validation_set: str, bits_per_byte: float | None
+) -> bytes:
     """Return COMMITTED with a second line: a validation made after the save, in place of its own.
 
     A checkpoint never changes, but a stop may cut its validation short, and a later session may
     validate on another set.
     """
-    content = json.dumps([loss, validation_set]).encode()
+    content = json.dumps([loss, validation_set, bits_per_byte]).encode()
     return b"%b\n%08x %b" % (committed.partition(b"\n")[0], extended_crc32c(0, content), content)
 
 
@@ -141,6 +143,7 @@ class CheckpointManifest(pydantic.BaseModel, frozen=True, extra="forbid"):
     parameters: Whole
     validation_loss: float | None  # nats per token; None if unknown or not finite
     validation_set: str = ""  # fingerprint of what it was measured on; others are not comparable
+    bits_per_byte: float | None = None  # of that validation; None if unknown or not finite
     loss: float | None
     tokens: Whole  # trained on since the run began
     origin: Annotated[Origin | None, pydantic.Field(exclude_if=lambda origin: origin is None)] = (
@@ -222,8 +225,8 @@ def checked_manifest(content: bytes, committed: bytes | None, *, where: str) -> 
         raise CorruptCheckpointError(
             f"{where}/{COMMITTED} holds a damaged validation loss. Remove its second line."
         )
-    loss, validation_set = json.loads(later[9:])
-    return manifest.model_copy(update={"validation_loss": loss, "validation_set": validation_set})
+    names = "validation_loss", "validation_set", "bits_per_byte"
+    return manifest.model_copy(update=dict(zip(names, json.loads(later[9:]), strict=True)))
 
 
 def parse_manifest(content: bytes, *, where: str) -> CheckpointManifest:

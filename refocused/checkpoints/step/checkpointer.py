@@ -117,6 +117,7 @@ class Checkpointer:
             world_size=self._world.world_size,
             validation_loss=trainer["validation_loss"] if is_validated else None,
             validation_set=(trainer["validation_set"] or "") if is_validated else "",
+            bits_per_byte=trainer["bits_per_byte"] if is_validated else None,
             loss=trainer["loss"],
             tokens=int(trainer["tokens"]),
             files={},

@@ -25,13 +25,13 @@ from refocused.commands.run_selection import (
     run_choice,
 )
 from refocused.system.errors import CheckpointError, ExitCode, RefocusedError, counted
-from refocused.system.number_text import age, count_text, duration, size_text
+from refocused.system.number_text import age, count_text, duration, known, size_text
 
 if TYPE_CHECKING:
     from refocused.checkpoints.resume.catalog import Catalog, CatalogEntry
     from refocused.checkpoints.resume.changes import CheckpointContents, Difference
 
-_HEADINGS = ("STEP", "SAVED", "SIZE", "LOCAL", "BUCKET", "LOSS", "VALIDATION", "NOTE")
+_HEADINGS = ("STEP", "SAVED", "SIZE", "LOCAL", "BUCKET", "LOSS", "VALIDATION", "BITS/BYTE", "NOTE")
 STEP_HELP = "latest, best, a number, a name or a path"
 _SHOWN_PROBLEMS = 10
 
@@ -94,6 +94,7 @@ def print_entries(entries: Iterable[CatalogEntry], *, file: TextIO | None = None
             entry.bucket.partition(":")[0],
             _loss(entry.loss, unknown="-"),
             _loss(entry.validation_loss, unknown="-"),
+            _loss(entry.bits_per_byte, unknown="-"),
             ", ".join(entry.notes),
         )
         for entry in entries
@@ -145,6 +146,7 @@ def _content_rows(contents: CheckpointContents) -> dict[str, str]:
     manifest, trainer = contents.manifest, contents.trainer
     ago = age(time.time() - manifest.created.timestamp())
     loss = f"training {_loss(manifest.loss)}, validation {_loss(manifest.validation_loss)}"
+    loss += known(" ({:.4f} bits per byte)", manifest.bits_per_byte)
     if trainer["best_loss"] is not None:
         best = trainer["best_step"]
         loss += f", best so far {_loss(trainer['best_loss'])} at step {best:,}"
@@ -275,7 +277,7 @@ def run_compare(parser: Parser) -> int:
     of_a, of_b = ({**step.trainer, **step.manifest.model_dump()} for step in (a, b))
     losses: list[dict[str, Any]] = []
     rows: dict[str, list[tuple[str, ...]]] = {"losses": []}
-    for name in ("loss", "validation_loss", "best_loss"):
+    for name in ("loss", "validation_loss", "bits_per_byte", "best_loss"):
         loss_a, loss_b = of_a[name], of_b[name]
         change = None if None in (loss_a, loss_b) else loss_b - loss_a
         losses.append({"name": name, "a": loss_a, "b": loss_b, "change": change})

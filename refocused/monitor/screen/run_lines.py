@@ -71,7 +71,8 @@ def head_lines(view: RunView, *, width: int | None = None) -> list[Text]:
         lines += [Text(f" {row}", style=STATUS_STYLES[view.status]) for row in rows]
     last, best, used = view.last_step or StepMetrics(0), "", view.used
     if view.best_loss is not None:
-        best = f"best val {view.best_loss:.4f} at {view.best_step or 0:,}"
+        bits = known(" ({:.4f} bits/byte)", view.best_bits_per_byte)
+        best = f"best val {view.best_loss:.4f}{bits} at {view.best_step or 0:,}"
     quality = _line(
         f"loss {value(view.loss, '.4f')}",
         best,

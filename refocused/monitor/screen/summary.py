@@ -17,14 +17,14 @@ from refocused.monitor.readings import AlarmEvent, GpuMinute, read_gpu_minutes
 from refocused.monitor.run_reader import RunView, event_of
 from refocused.monitor.screen.pictures import columns
 from refocused.system.atomic_files import replace_file
-from refocused.system.number_text import dollars, duration, moment, percent, value
+from refocused.system.number_text import dollars, duration, known, moment, percent, value
 
 TROUBLES_SHOWN = 20
 TEXT_FILE, PAGE_FILE = "SUMMARY.md", "summary.html"
 MOST_COLUMNS = 600  # of a curve: about as many as a panel has pixels
 CURVES = (  # the columns that page.html draws
     *("step", "tokens", "seconds_trained", "time", "loss", "learning_rate", "tokens_per_second"),
-    *("cost_usd", "gradient_norm", "mfu_fraction", "data_wait_fraction"),
+    *("bits_per_byte", "cost_usd", "gradient_norm", "mfu_fraction", "data_wait_fraction"),
     *("utilization_fraction", "hottest_celsius", "power_watts", "memory_gb"),
 )
 
@@ -154,12 +154,14 @@ def _progress(view: RunView) -> Rows:
         ("tokens", value(view.tokens, ",")),
         ("training loss", value(view.loss, ".4f")),
     ]
-    for what, loss, where in (
-        ("validation loss", view.validation_loss, ""),
-        ("best validation loss", view.best_loss, f" at step {view.best_step or 0:,}"),
+    at_best = f" at step {view.best_step or 0:,}"
+    for what, loss, bits, where in (
+        ("validation loss", view.validation_loss, view.bits_per_byte, ""),
+        ("best validation loss", view.best_loss, view.best_bits_per_byte, at_best),
     ):
         if loss is not None:
-            rows.append((what, f"{loss:.4f}, perplexity {perplexity(loss):.2f}{where}"))
+            words = f"{loss:.4f}, perplexity {perplexity(loss):.2f}"
+            rows.append((what, words + known(", {:.4f} bits per byte", bits) + where))
     return rows
 
 

@@ -189,9 +189,9 @@ def tokenizer_lines(config: DataConfig) -> list[str]:
     if config.tokenizer == "unknown" or config.tokenizer_is_readable:
         return []
     return [
-        f"  warning  checkpoints and final_model/ will hold no tokenizer: the files of "
-        f"{config.tokenizer} are not named. Set data.bpe_folder to the folder of vocab.bpe and "
-        "encoder.json"
+        f"  warning  checkpoints and final_model/ will hold no tokenizer, and bits per byte are "
+        f"unknown: the files of {config.tokenizer} are not named. Set data.bpe_folder to the "
+        "folder of vocab.bpe and encoder.json"
     ]
 
 

@@ -231,11 +231,7 @@ def start_or_resume(trainer: Trainer, selected: Selection, start: Start) -> Trai
     if parent is not None and state.best_step is not None and state.best_step < parent.step:
         # The best of the run that this one started from is no checkpoint of this run.
         is_best = loss_there is not None and state.validation_step == state.step == parent.step
-        state = dataclasses.replace(
-            state,
-            best_loss=loss_there if is_best else None,
-            best_step=state.step if is_best else None,
-        )
+        state = state.with_best(is_present=is_best)
     reporter.begin(state)
     origin = parent if is_imported(step.path) else None
     source = step.path if origin is None else f"branch {origin.branch} of run {origin.run}"

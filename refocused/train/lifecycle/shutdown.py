@@ -175,9 +175,10 @@ def _last_lines(
     if used.spent.computing_seconds:
         lines.append(f"      {used.as_line()}")
     if state.best_loss is not None:
+        bits = known(", {:.4f} bits per byte", state.best_bits_per_byte)
         lines.append(
             f"      best validation loss {state.best_loss:.4f} (perplexity "
-            f"{perplexity(state.best_loss):.2f}) at step {state.best_step:,}"
+            f"{perplexity(state.best_loss):.2f}{bits}) at step {state.best_step:,}"
         )
     if saver.saved_step == state.step:
         name = saver.checkpointer.branch.name_of(state.step)

@@ -83,10 +83,11 @@ from refocused.system.number_text import duration
 from refocused.system.processes import identify, this_process
 from refocused.system.spot_notice import watch_for_notice
 from refocused.system.world import World
-from refocused.tokenizers.encoders import VOCABULARIES, TokenizerChoice, settings_file
+from refocused.tokenizers.encoders import VOCABULARIES, Ids, TokenizerChoice, settings_file
 from refocused.tokenizers.tokenizer_json import (
     TOKENIZER_FILE,
     as_transformers,
+    byte_lengths,
     saved_files,
     tokenizer_file,
 )
@@ -668,19 +669,25 @@ def memory_of_a_step(loaded: LoadedRun, planned: Plan, world: World) -> tuple[in
     return -int(least), int(most[0]), int(most[1])
 
 
-def build_texts(
-    config: RunConfig, manifest: Manifest, *, vocabulary: int, world: World
-) -> tuple[Mapping[str, bytes], Sequence[EncodedTask], TextSampler | None]:
+@dataclasses.dataclass(frozen=True, slots=True)
+class Texts:
+    """A run's tokenizer and what it encodes, the same on every rank."""
+
+    files: Mapping[str, bytes] = dataclasses.field(default_factory=dict)  # that checkpoints hold
+    byte_lengths: Ids | None = None  # of each id `(vocabulary,)`; None: unknown
+    tasks: Sequence[EncodedTask] = ()
+    sampler: TextSampler | None = None  # writes text samples; None if the run has no prompt
+
+
+def build_texts(config: RunConfig, manifest: Manifest, *, vocabulary: int, world: World) -> Texts:
     """Read tokenizer and tasks on rank 0; all ranks call, and raise if one does not fit.
 
-    Returns:
-        The tokenizer's files, which checkpoints hold (none if none are named), the tasks, and what
-        writes text samples (None if the run has no prompt); the same on every rank.
+    Nothing is read if the tokenizer's files are not named.
     """
     data, evaluation = config.data, config.evaluation
     context_tokens = config.model.sequence_length
 
-    def read_tokenizer() -> tuple[bytes, int | None]:
+    def read_tokenizer() -> tuple[bytes, int | None, Ids | None]:
         choice = TokenizerChoice.of_data(data)
         content = tokenizer_file(choice, vocabulary=vocabulary)
         ends = (data.document_id, data.separator_id, manifest.end_of_text_id)
@@ -690,13 +697,17 @@ def build_texts(
             max_length=context_tokens,
             file=settings_file(choice),
         )
+        sizes = byte_lengths(tokenizer, vocabulary=vocabulary, ends=ends)
+        if sizes is None:
+            reason = "is not byte-level, lacks bytes or changes the text"
+            logger.info("  tokens   bits per byte are unknown: %s %s", choice.name, reason)
         if choice.name not in VOCABULARIES:  # of which each has but one
             logger.info("  tokens   texts end with %s", tokenizer.eos_token)
-        return content, tokenizer.eos_token_id
+        return content, tokenizer.eos_token_id, sizes
 
     if not data.tokenizer_is_readable:
-        return {}, (), None
-    content, end = world.on_rank_0(read_tokenizer)
+        return Texts()
+    content, end, sizes = world.on_rank_0(read_tokenizer)
     tokenizer = as_transformers(content, end_of_text_id=end, max_length=context_tokens)
     files = saved_files(content, tokenizer.eos_token)
 
@@ -712,7 +723,7 @@ def build_texts(
 
     tasks = world.on_rank_0(read_tasks) if evaluation.tasks else ()
     if (prompt := evaluation.sample_prompt) is None:
-        return files, tasks, None
+        return Texts(files, sizes, tasks)
     with tokenizer_errors(TOKENIZER_FILE):
         ids = tokenizer(prompt)["input_ids"]
     if not ids:
@@ -722,7 +733,7 @@ def build_texts(
         )
     tokens, temperature = evaluation.sample_tokens, evaluation.sample_temperature
     sampler = TextSampler(tokenizer, prompt, tokens, context_tokens, config.run.seed, temperature)
-    return files, tasks, sampler
+    return Texts(files, sizes, tasks, sampler)
 
 
 def assemble_trainer(
@@ -747,9 +758,8 @@ def assemble_trainer(
             "run.on_spike=skip cannot judge an update before it is made in fp16, with "
             "zero.offload_optimizer, or in 16 bits without ZeRO. Set warn or rewind."
         ).agreed()
-    tokenizer, tasks, sampler = build_texts(
-        config, data.manifest, vocabulary=shape.vocabulary, world=world
-    )
+    texts = build_texts(config, data.manifest, vocabulary=shape.vocabulary, world=world)
+    tasks, sampler, sizes = texts.tasks, texts.sampler, texts.byte_lengths
     rates = RatePlan(config.optimizer, config.run.steps, config.schedule)
     cadence, meter = Cadence.of(config), session.meter
     meter.forecast = forecast(
@@ -772,6 +782,7 @@ def assemble_trainer(
         rates=rates,
         cadence=cadence,
         meter=meter,
+        byte_lengths=None if sizes is None else torch.from_numpy(sizes).to(world.device),
         tasks=tasks,
         sampler=sampler,
     )
@@ -809,7 +820,7 @@ def assemble_trainer(
         run_yaml=render_run(config),
         model_json=json.dumps(dict(shape.settings), indent=1),
         origin=start.origin,
-        tokenizer=tokenizer or start.tokenizer,
+        tokenizer=texts.files or start.tokenizer,
     )
     least_bytes = checkpoint_bytes(shape, config, stage=stage)
     if world.storage_ranks > 1:  # each rank writes its share of the states; at stage 0 rank 0 all

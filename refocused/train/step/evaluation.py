@@ -85,7 +85,7 @@ def _validate(trainer: Trainer, state: TrainState) -> TrainState:
     seconds = trainer.meter.lap("validation")
     if loss is None:
         return state
-    state = state.after_validation(loss.mean, of=trainer.data.validation_set)
+    state = state.after_validation(loss.mean, loss.bits_per_byte, of=trainer.data.validation_set)
     trainer.reporter.validation(state, seconds, loss.by_source)
     return state
 
@@ -97,7 +97,7 @@ def validation_loss(trainer: Trainer) -> ValidationLoss | None:
         yield from ([batch] for batch in trainer.data.validation_batches())
         yield []
 
-    losses = LossSums()
+    losses = LossSums(trainer.byte_lengths)
     with contextlib.closing(ReadAhead(batch_by_batch(), ready=BATCHES_READY)) as ahead:
         while batches := fetch_together(trainer.world, ahead.take, trainer.stop):
             (batch,) = batches

@@ -66,6 +66,7 @@ class Trainer:
     rates: RatePlan
     cadence: Cadence
     meter: Meter
+    byte_lengths: Tensor | None = None  # of each id `[V]`, on the device; None: unknown
     tasks: Sequence[EncodedTask] = ()  # tasks to evaluate, the same on every rank
     sampler: TextSampler | None = None  # writes text samples; None if the run has no prompt
     profiler: StepProfiler | None = None  # None on other ranks and without `--profile`

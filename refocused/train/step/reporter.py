@@ -20,10 +20,11 @@ from refocused.metrics.rank_times import RankTimes, Row
 from refocused.metrics.run_time import FINISHED, PERFORMANCE_FILE, RunTime, RunTimeReader, TimeSpent
 from refocused.metrics.trackers import END, Histogram, Record, Trackers
 from refocused.system.errors import counted
-from refocused.system.number_text import duration
+from refocused.system.number_text import duration, known
 from refocused.system.processes import session_record
 
 if TYPE_CHECKING:
+    from refocused.evaluate.continuations import ValidationLoss
     from refocused.evaluate.multiple_choice import TaskResult
     from refocused.system.world import World
     from refocused.train.step.loop import Trainer
@@ -222,21 +223,32 @@ class Reporter:
             self.write_state(state, "training")
         return state
 
-    def validation(self, state: TrainState, seconds: float, by_source: Mapping[str, float]) -> None:
+    def validation(
+        self, state: TrainState, seconds: float, by_source: Mapping[str, ValidationLoss]
+    ) -> None:
         """Report a validation; `by_source` holds the loss of each source of a mixture."""
-        loss = state.validation_loss
+        loss, bits = state.validation_loss, state.bits_per_byte
         assert loss is not None
         best = " (best)" if state.best_step == state.step else ""
-        sources = "".join(f" | {name} {nats:.4f}" for name, nats in by_source.items())
+        sources = "".join(
+            f" | {name} {part.mean:.4f}" + known(" bpb {:.4f}", part.bits_per_byte)
+            for name, part in by_source.items()
+        )
+        figures = {
+            name: {"validation_loss": part.mean, "bits_per_byte": part.bits_per_byte}
+            for name, part in by_source.items()
+        }
         self._evaluated(
             state,
             seconds,
-            f"eval {state.step:>7,} val {loss:.4f} ppl {perplexity(loss):.2f}{best}{sources}",
+            f"eval {state.step:>7,} val {loss:.4f} ppl {perplexity(loss):.2f}"
+            f"{known(' bpb {:.4f}', bits)}{best}{sources}",
             kind="validation",
             validation_loss=loss,  # mean over `evaluation.sequences`, nats a token
             perplexity=perplexity(loss),  # exp(validation_loss)
+            bits_per_byte=bits,  # of text; null: the tokens' lengths in bytes are unknown
             validation_set=state.validation_set,  # fingerprint of what was validated on
-            **sources_record({name: {"validation_loss": nats} for name, nats in by_source.items()}),
+            **sources_record(figures),
         )
 
     def tasks(self, state: TrainState, results: Sequence[TaskResult], seconds: float) -> None:

@@ -183,7 +183,9 @@ class Saver:
         def record() -> None:
             try:
                 committed = (path / COMMITTED).read_bytes()
-                changed = add_validation(committed, loss, state.validation_set or "")
+                changed = add_validation(
+                    committed, loss, state.validation_set or "", state.bits_per_byte
+                )
                 replace_file(path / COMMITTED, changed, durable=True)
             except OSError as error:
                 logger.warning("%s is not listed with its validation: %s", path, error)

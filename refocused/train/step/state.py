@@ -28,7 +28,9 @@ class TrainState:
     position: Position = dataclasses.field(default_factory=Position)  # of the next batch
     loss: float | None = None  # training loss of the last step whose loss was read from the device
     validation_loss: float | None = None  # of the last validation, nats a token
+    bits_per_byte: float | None = None  # of the last validation; None: unknown
     best_loss: float | None = None  # lowest validation loss so far
+    best_bits_per_byte: float | None = None  # of that validation
     best_step: int | None = None  # step of that validation
     seconds: float = 0.0  # of all sessions, with start-up and steps that a rewind discarded
     cost_usd: float | None = None  # price of all sessions; None while no price is known
@@ -46,19 +48,38 @@ class TrainState:
             self, step=self.step + 1, tokens=self.tokens + tokens, position=position
         )
 
-    def after_validation(self, loss: float, *, of: str = "") -> TrainState:
+    def after_validation(
+        self, loss: float, bits_per_byte: float | None = None, *, of: str = ""
+    ) -> TrainState:
         """Return the state with a validation loss; only a finite one can be the best.
 
         Losses of another set than `of` are not compared with it.
         """
         state = dataclasses.replace(
-            self, validation_loss=loss, validation_step=self.step, validation_set=of
+            self,
+            validation_loss=loss,
+            bits_per_byte=bits_per_byte,
+            validation_step=self.step,
+            validation_set=of,
         )
         if self.validation_set != of:
-            state = dataclasses.replace(state, best_loss=None, best_step=None)
+            state = state.with_best(is_present=False)
         if math.isfinite(loss) and (state.best_loss is None or loss < state.best_loss):
-            return dataclasses.replace(state, best_loss=loss, best_step=self.step)
+            return state.with_best(is_present=True)
         return state
+
+    def with_best(self, *, is_present: bool) -> TrainState:
+        """Return the state with its present validation as the best one, or without a best one."""
+        if not is_present:
+            return dataclasses.replace(
+                self, best_loss=None, best_bits_per_byte=None, best_step=None
+            )
+        return dataclasses.replace(
+            self,
+            best_loss=self.validation_loss,
+            best_bits_per_byte=self.bits_per_byte,
+            best_step=self.step,
+        )
 
     def as_record(self) -> dict[str, Any]:
         """Return the state for JSON, in which non-finite numbers become None."""
