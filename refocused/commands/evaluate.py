@@ -56,8 +56,8 @@ def add_dtype_option(parser: Parser) -> None:
 def run_evaluate(parser: Parser) -> None:
     """Score a model and print the results."""
     parser.epilog = (
-        "Without --tasks: measure the loss on the validation set of the model's run. To compare "
-        "models, see `evaluate compare --help`. To use several GPUs: "
+        "Without --tasks: measure loss and bits per byte on the validation set of the model's run. "
+        "To compare models, see `evaluate compare --help`. To use several GPUs: "
         "deepspeed --num_gpus N --module refocused evaluate ..."
     )
     parser.examples = ("best --run demo", "best --tasks hellaswag,piqa --data data/tasks")

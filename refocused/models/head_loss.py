@@ -80,29 +80,17 @@ class LossHead(nn.Linear):
         if torch.is_autocast_enabled(hidden.device.type):  # does not reach the products below
             dtype = torch.get_autocast_dtype(hidden.device.type)
             hidden, weight = hidden.to(dtype), weight.to(dtype)
-        rows = hidden.flatten(0, -2)
-        if of_each:
-            each = rows, labels.flatten()
-            parts = (torch.split(tensor, self.chunk_tokens) for tensor in each)
-            losses = [
-                F.cross_entropy(
-                    self.terms.cap(F.linear(part, weight)[:, : self.vocabulary]).float(),
-                    ids,
-                    ignore_index=IGNORED_LABEL,
-                    reduction="none",
-                )
-                for part, ids in zip(*parts, strict=True)
-            ]
-            return torch.cat(losses).view(labels.shape)
-        return head_loss(
+        loss = head_loss(
             self.form,
-            rows,
+            hidden.flatten(0, -2),
             weight,
             labels.flatten(),
             chunk=self.chunk_tokens,
             vocabulary=self.vocabulary,
             terms=self.terms,
+            of_each=of_each,
         )
+        return loss.view(labels.shape) if of_each else loss
 
 
 def head_loss(
@@ -114,15 +102,18 @@ def head_loss(
     chunk: int,
     vocabulary: int | None = None,
     terms: LogitTerms = PLAIN,
+    of_each: bool = False,
 ) -> Tensor:
     """Return the mean cross-entropy of `hidden @ weight.T` over labels that are not -100.
 
-    Rows of the weight from `vocabulary` on have probability 0; None: all rows count.
+    Rows of the weight from `vocabulary` on have probability 0; None: all rows count. With `of_each`
+    return the loss of each label, 0 for -100, without a gradient.
 
     `chunked` and `kernel` are ours: torch operations, or one Triton kernel, for each chunk. `fused`
-    is torch's own; it has no `terms`. Raises ConfigError if it is missing, as in torch 2.11.
+    is torch's own; it has no `terms`, and `of_each` is that of `chunked`. Raises ConfigError if it
+    is missing, as in torch 2.11.
     """
-    if form == "fused":
+    if form == "fused" and not of_each:
         if not hasattr(nn, "LinearCrossEntropyOptions"):
             raise ConfigError(
                 f"model.head=fused: torch {torch.__version__} has none. Set model.head=chunked."
@@ -138,7 +129,8 @@ def head_loss(
     if form == "kernel":  # loaded only here, since it needs Triton
         row_losses = importlib.import_module("refocused.models.head_kernel").kernel_losses
     loss: Tensor = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, labels, chunk, torch.is_grad_enabled(), row_losses, vocabulary, terms
+        *(hidden, weight, labels, chunk, torch.is_grad_enabled() and not of_each, row_losses),
+        *(vocabulary, terms, of_each),
     )
     return loss
 
@@ -162,11 +154,13 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         row_losses: RowLosses,
         vocabulary: int | None,
         terms: LogitTerms,
+        of_each: bool,
     ) -> Tensor:
         counted = labels != IGNORED_LABEL
         count = counted.sum().clamp(min=1)
         exact = torch.promote_types(hidden.dtype, torch.float32)
         total = torch.zeros((), dtype=exact, device=hidden.device)
+        each = torch.zeros(len(hidden), dtype=exact, device=hidden.device) if of_each else None
         hidden_gradient = torch.empty_like(hidden) if wants_gradient else None
         weight_gradient = torch.empty_like(weight, dtype=exact) if wants_gradient else None
         room = hidden.new_empty(min(chunk, len(hidden)), len(weight))
@@ -184,7 +178,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 logits[:, vocabulary:] = -torch.inf
             index = labels[part].unsqueeze(1).where(mask, 0)
             gradients = room_of_gradients[: len(rows)]
-            total += row_losses(logits, index, gradients, terms).where(mask, 0.0).sum()
+            losses = row_losses(logits, index, gradients, terms).where(mask, 0.0)
+            total += losses.sum()
+            if each is not None:
+                each[part] = losses[:, 0]
             if hidden_gradient is not None and weight_gradient is not None:
                 narrow = gradients if gradients.dtype == logits.dtype else logits.copy_(gradients)
                 # Rows without a label are masked in the [chunk, D] tensors, not in the gradients.
@@ -201,7 +198,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         if wants_gradient:
             ctx.save_for_backward(hidden_gradient, weight_gradient, count)
             ctx.weight_dtype = weight.dtype
-        return total / count
+        return total / count if each is None else each
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -211,7 +208,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return (
             hidden_gradient.mul_(factor),
             weight_gradient.mul_(factor).to(ctx.weight_dtype),
-            *(None,) * 6,
+            *(None,) * 7,
         )
 
 

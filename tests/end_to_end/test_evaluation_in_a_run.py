@@ -1,6 +1,7 @@
 """Scores and samples of a run equal those of its finished model."""
 
 import json
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,15 @@ def test_tasks_and_samples_of_a_run_under_zero_3(
     last = validations[-1]
     assert validation[name]["loss"]["value"] == pytest.approx(last["validation_loss"], rel=1e-5)
     assert validation[name]["perplexity"]["value"] == pytest.approx(last["perplexity"], rel=1e-5)
+    bits = validation[name]["bits_per_byte"]["value"]
+    assert bits == pytest.approx(last["bits_per_byte"], rel=1e-5)
+    assert bits == pytest.approx(last["validation_loss"] / math.log(2), rel=0.05)  # of bytes
+    state = json.loads((tmp_path / "runs/tiny/state.json").read_text())
+    assert (state["bits_per_byte"], state["best_bits_per_byte"]) == (last["bits_per_byte"],) * 2
+    assert f"bpb {bits:.4f} (best)" in ended.out[0]
+    assert run_command("checkpoints", ["list", "--run", "tiny", "--json"]) == 0
+    newest = json.loads(capsys.readouterr().out)["steps"][-1]
+    assert (newest["step"], newest["bits_per_byte"]) == (6, last["bits_per_byte"])
     assert run_command("evaluate", ["tiny", "--device", "cpu", "--context", "16"]) == 2
     assert "--context needs --tasks" in capsys.readouterr().err
 

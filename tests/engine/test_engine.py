@@ -178,6 +178,11 @@ def look_without_training(case, world):
     for _ in range(2):
         passes.append(engine.accumulate(inputs, labels).item())
         validations.append(engine.validation_loss(inputs, labels).item())
+    losses, marked = engine.label_losses(inputs, labels)
+    is_known = True
+    if case.stage == 3:
+        zero = engine._engine.optimizer.parameter_offload
+        is_known = zero.get_param_coordinator().is_complete_trace()
     predicted = engine.next_token_logits(inputs)
     with engine.weights_gathered():
         held = [engine.next_token_logits(inputs) for _ in range(2)]
@@ -191,6 +196,9 @@ def look_without_training(case, world):
         "passes": passes,
         "validations": validations,
         "plain": loss,
+        "of labels": losses.mean().item(),
+        "same labels": torch.equal(marked, labels),
+        "order of fetches is known": is_known,
         "furthest logit": (predicted - wanted).abs().max().item(),
         "held alike": all(torch.equal(predicted, again) for again in held),
     }
@@ -454,6 +462,8 @@ def test_a_skipped_spike_changes_nothing_but_the_count_of_steps(found, case):
 def test_validation_has_no_dropout_and_does_not_affect_training(found, case):
     looked = found[f"look {case.name}"]
     assert looked["validations"] == pytest.approx([looked["plain"]] * 3, abs=1e-6)
+    assert looked["of labels"] == pytest.approx(looked["plain"], abs=1e-6)
+    assert looked["same labels"] and looked["order of fetches is known"]
     assert looked["furthest logit"] < 1e-5
     assert looked["held alike"]
     assert len({*looked["passes"], looked["plain"]}) == 3  # training still drops

@@ -59,6 +59,10 @@ def measure(world):
             loss.backward()
             with torch.no_grad():
                 seen = model(rows[:, :-1], own)
+                each = model(rows[:, :-1], own, of_each=True)
+            counted = (group.own(own) != -100).sum()
+            sums = torch.stack([each.double().sum(), counted.double()])
+            dist.all_reduce(sums)
             for parameter in model.parameters():
                 dist.all_reduce(parameter.grad)
             error = max(
@@ -69,6 +73,7 @@ def measure(world):
             found[f"{case}, {size} ranks"] = {
                 "loss": float(loss.detach()) - float(whole),
                 "seen": float(seen) - float(whole),
+                "of labels": float(sums[0] / sums[1]) - float(whole),
                 "gradient": error,
             }
             model.sequence = None
@@ -97,6 +102,7 @@ def test_shared_sequences_have_the_loss_and_gradient_of_whole_ones(case, size, p
     found = [rank[f"{case}, {size} ranks"] for rank in parts]
     assert abs(sum(one["loss"] for one in found) / len(found)) < TOLERANCE
     assert abs(sum(one["seen"] for one in found) / len(found)) < TOLERANCE
+    assert max(abs(one["of labels"]) for one in found) < TOLERANCE
     assert max(one["gradient"] for one in found) < TOLERANCE
 
 

@@ -98,6 +98,25 @@ def test_loss_and_gradients_equal_those_of_all_logits(case, dtype, form):
     assert torch.equal(gradient.abs().sum(-1) > 0, counted)  # the others have no weight at all
 
 
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("dtype", [*PRECISE, *HALF], ids=str)
+def test_the_losses_of_labels_have_the_mean_of_the_loss(case, dtype):
+    settings = {"chunk": 7} | CASES[case]
+    hidden, weight, labels = sample(dtype)
+    padded = nn.Parameter(F.pad(weight, (0, 0, 0, PADDING), value=9.0))
+    head = LossHead(padded, chunk_tokens=settings["chunk"], terms=settings.get("terms", PLAIN))
+    head.vocabulary = VOCABULARY
+    with torch.no_grad():
+        each, mean = head(hidden, labels, of_each=True), head(hidden, labels)
+    counted = labels != IGNORED_LABEL
+    assert each.shape == labels.shape and not each[~counted].any()
+    assert float(each.double().sum() / counted.sum()) == pytest.approx(float(mean), rel=1e-6)
+    alone = [full(hidden[row : row + 1], weight, labels[row : row + 1]) for row in range(ROWS)]
+    by_row = each.sum(1) / counted.sum(1)
+    if head.terms.softcap is None:
+        assert by_row.tolist() == pytest.approx([float(loss) for loss in alone], rel=2e-2)
+
+
 @in_forms_for_16_bits
 def test_logits_of_16_bits_are_capped_in_float32(form):
     draw = torch.Generator().manual_seed(6)
@@ -162,6 +181,13 @@ def test_the_largest_tensor_is_one_chunk_of_logits():
         ours(hidden, weight, labels, chunk=32).backward()
     assert plain.largest == 2 * 128 * 1000
     assert chunked.largest == 32 * 1000
+
+
+def test_the_losses_of_labels_are_made_chunk_by_chunk():
+    hidden, weight, labels = sample(torch.bfloat16, tokens=128, vocabulary=1000)
+    with torch.no_grad(), Made() as made:
+        LossHead(weight, chunk_tokens=16)(hidden, labels, of_each=True)
+    assert made.largest == 16 * 1000
 
 
 def test_the_weights_gradient_is_summed_in_place():

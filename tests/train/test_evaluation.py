@@ -139,7 +139,7 @@ def test_unusable_tasks_and_prompts_are_rejected(tmp_path):
         built(tasks=["hellaswag=none.jsonl"])
     with pytest.raises(RefocusedError, match="has no token of data"):
         built({"tokenizer": str(words)}, sample_prompt=" ")
-    sampler = built(sample_prompt="def ").sampler
+    *_, sampler = built(sample_prompt="def ")
     assert sampler is not None and sampler.prompt == "def "
 
 
@@ -153,8 +153,8 @@ def test_a_run_records_which_token_ends_a_text(tmp_path, caplog):
 
     def recorded(**data):
         end = data.pop("manifest_end", None)
-        texts = built({"tokenizer": name, **data}, end)
-        token = json.loads(texts.files["tokenizer_config.json"])["eos_token"]
+        files, *_ = built({"tokenizer": name, **data}, end)
+        token = json.loads(files["tokenizer_config.json"])["eos_token"]
         assert caplog.messages[-1].endswith(f"texts end with {token}")
         return str(token)
 

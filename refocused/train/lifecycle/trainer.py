@@ -669,20 +669,15 @@ def memory_of_a_step(loaded: LoadedRun, planned: Plan, world: World) -> tuple[in
     return -int(least), int(most[0]), int(most[1])
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Texts:
-    """A run's tokenizer and what it encodes, the same on every rank."""
-
-    files: Mapping[str, bytes] = dataclasses.field(default_factory=dict)  # that checkpoints hold
-    byte_lengths: Ids | None = None  # of each id `(vocabulary,)`; None: unknown
-    tasks: Sequence[EncodedTask] = ()
-    sampler: TextSampler | None = None  # writes text samples; None if the run has no prompt
-
-
-def build_texts(config: RunConfig, manifest: Manifest, *, vocabulary: int, world: World) -> Texts:
+def build_texts(
+    config: RunConfig, manifest: Manifest, *, vocabulary: int, world: World
+) -> tuple[Mapping[str, bytes], Ids | None, Sequence[EncodedTask], TextSampler | None]:
     """Read tokenizer and tasks on rank 0; all ranks call, and raise if one does not fit.
 
-    Nothing is read if the tokenizer's files are not named.
+    Returns:
+        The tokenizer's files, which checkpoints hold (none if none are named), how many bytes each
+        id stands for (None: unknown), the tasks, and what writes text samples (None if the run has
+        no prompt); the same on every rank.
     """
     data, evaluation = config.data, config.evaluation
     context_tokens = config.model.sequence_length
@@ -706,7 +701,7 @@ def build_texts(config: RunConfig, manifest: Manifest, *, vocabulary: int, world
         return content, tokenizer.eos_token_id, sizes
 
     if not data.tokenizer_is_readable:
-        return Texts()
+        return {}, None, (), None
     content, end, sizes = world.on_rank_0(read_tokenizer)
     tokenizer = as_transformers(content, end_of_text_id=end, max_length=context_tokens)
     files = saved_files(content, tokenizer.eos_token)
@@ -723,7 +718,7 @@ def build_texts(config: RunConfig, manifest: Manifest, *, vocabulary: int, world
 
     tasks = world.on_rank_0(read_tasks) if evaluation.tasks else ()
     if (prompt := evaluation.sample_prompt) is None:
-        return Texts(files, sizes, tasks)
+        return files, sizes, tasks, None
     with tokenizer_errors(TOKENIZER_FILE):
         ids = tokenizer(prompt)["input_ids"]
     if not ids:
@@ -733,7 +728,7 @@ def build_texts(config: RunConfig, manifest: Manifest, *, vocabulary: int, world
         )
     tokens, temperature = evaluation.sample_tokens, evaluation.sample_temperature
     sampler = TextSampler(tokenizer, prompt, tokens, context_tokens, config.run.seed, temperature)
-    return Texts(files, sizes, tasks, sampler)
+    return files, sizes, tasks, sampler
 
 
 def assemble_trainer(
@@ -758,8 +753,9 @@ def assemble_trainer(
             "run.on_spike=skip cannot judge an update before it is made in fp16, with "
             "zero.offload_optimizer, or in 16 bits without ZeRO. Set warn or rewind."
         ).agreed()
-    texts = build_texts(config, data.manifest, vocabulary=shape.vocabulary, world=world)
-    tasks, sampler, sizes = texts.tasks, texts.sampler, texts.byte_lengths
+    tokenizer, sizes, tasks, sampler = build_texts(
+        config, data.manifest, vocabulary=shape.vocabulary, world=world
+    )
     rates = RatePlan(config.optimizer, config.run.steps, config.schedule)
     cadence, meter = Cadence.of(config), session.meter
     meter.forecast = forecast(
@@ -820,7 +816,7 @@ def assemble_trainer(
         run_yaml=render_run(config),
         model_json=json.dumps(dict(shape.settings), indent=1),
         origin=start.origin,
-        tokenizer=texts.files or start.tokenizer,
+        tokenizer=tokenizer or start.tokenizer,
     )
     least_bytes = checkpoint_bytes(shape, config, stage=stage)
     if world.storage_ranks > 1:  # each rank writes its share of the states; at stage 0 rank 0 all
