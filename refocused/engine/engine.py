@@ -200,10 +200,7 @@ class Engine:
             return self._loss(input_ids, labels)
 
     def label_losses(self, input_ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the loss of each label of a batch, and the labels, on the device.
-
-        Both are `[B, T]`, or of this rank's slice; see `CausalLM.forward`.
-        """
+        """Return the loss of each label of a batch, and the labels; see `CausalLM.forward`."""
         input_ids, labels = self._on_device(input_ids, labels)
         with self._evaluating():
             # By the root module: ZeRO-3 would forget the order in which it fetches parameters.

@@ -675,9 +675,8 @@ def build_texts(
     """Read tokenizer and tasks on rank 0; all ranks call, and raise if one does not fit.
 
     Returns:
-        The tokenizer's files, which checkpoints hold (none if none are named), how many bytes each
-        id stands for (None: unknown), the tasks, and what writes text samples (None if the run has
-        no prompt); the same on every rank.
+        The tokenizer's files, which checkpoints hold (none if none are named), the bytes of each id
+        (None: unknown), the tasks, and what writes text samples (None without a prompt).
     """
     data, evaluation = config.data, config.evaluation
     context_tokens = config.model.sequence_length
@@ -694,8 +693,8 @@ def build_texts(
         )
         sizes = byte_lengths(tokenizer, vocabulary=vocabulary, ends=ends)
         if sizes is None:
-            reason = "is not byte-level, lacks bytes or changes the text"
-            logger.info("  tokens   bits per byte are unknown: %s %s", choice.name, reason)
+            text = "  tokens   bits per byte are unknown: the ids of %s are not pieces of a text"
+            logger.info(text, choice.name)
         if choice.name not in VOCABULARIES:  # of which each has but one
             logger.info("  tokens   texts end with %s", tokenizer.eos_token)
         return content, tokenizer.eos_token_id, sizes

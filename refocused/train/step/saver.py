@@ -175,7 +175,7 @@ class Saver:
     def record_validation(self, state: TrainState) -> None:
         """Add a validation of the checkpoint that was loaded to its marker."""
         path = self.folder / self.checkpointer.branch.name_of(state.step)
-        loss = state.validation_loss
+        loss, bits = state.validation_loss, state.bits_per_byte
         was_cut_short = not (state.validation_step == self.saved_step == state.step)
         if was_cut_short or loss is None or not math.isfinite(loss):
             return
@@ -183,9 +183,7 @@ class Saver:
         def record() -> None:
             try:
                 committed = (path / COMMITTED).read_bytes()
-                changed = add_validation(
-                    committed, loss, state.validation_set or "", state.bits_per_byte
-                )
+                changed = add_validation(committed, loss, state.validation_set or "", bits)
                 replace_file(path / COMMITTED, changed, durable=True)
             except OSError as error:
                 logger.warning("%s is not listed with its validation: %s", path, error)

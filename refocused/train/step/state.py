@@ -49,7 +49,7 @@ class TrainState:
         )
 
     def after_validation(
-        self, loss: float, bits_per_byte: float | None = None, *, of: str = ""
+        self, loss: float, bits: float | None = None, *, of: str = ""
     ) -> TrainState:
         """Return the state with a validation loss; only a finite one can be the best.
 
@@ -58,7 +58,7 @@ class TrainState:
         state = dataclasses.replace(
             self,
             validation_loss=loss,
-            bits_per_byte=bits_per_byte,
+            bits_per_byte=bits,
             validation_step=self.step,
             validation_set=of,
         )
@@ -70,16 +70,9 @@ class TrainState:
 
     def with_best(self, *, is_present: bool) -> TrainState:
         """Return the state with its present validation as the best one, or without a best one."""
-        if not is_present:
-            return dataclasses.replace(
-                self, best_loss=None, best_bits_per_byte=None, best_step=None
-            )
-        return dataclasses.replace(
-            self,
-            best_loss=self.validation_loss,
-            best_bits_per_byte=self.bits_per_byte,
-            best_step=self.step,
-        )
+        validation = self.validation_loss, self.bits_per_byte, self.step
+        loss, bits, step = validation if is_present else (None, None, None)
+        return dataclasses.replace(self, best_loss=loss, best_bits_per_byte=bits, best_step=step)
 
     def as_record(self) -> dict[str, Any]:
         """Return the state for JSON, in which non-finite numbers become None."""
