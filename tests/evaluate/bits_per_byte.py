@@ -29,10 +29,10 @@ from refocused.tokenizers.encoders import bytes_by_character
 from refocused.tokenizers.tokenizer_json import byte_lengths
 
 ANSWERS = Path(__file__).with_suffix(".json")
-# Byte pairs of it end inside characters of two, three and four bytes.
+# Byte pairs of it end inside characters of three and four bytes.
 TEXT = " ".join(
-    f"the cat sat {number} caf\u00e9 na\u00efve \u6f22\u5b57 \u6f22\u8a9e \U0001f642\U0001f643"
-    for number in range(60)
+    f"the cat sat {number} caf\u00e9 {chr(0x4E00 + 97 * number)}{chr(0x1F300 + 7 * number)}"
+    for number in range(80)
 )
 VOCABULARY = 330
 Batches = Sequence[tuple[Tensor, Tensor]]
