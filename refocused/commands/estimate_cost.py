@@ -107,6 +107,7 @@ def estimate_of(
         print_message("warning", f"{error} Estimating with the {known}.")
     run = loaded.config
     tasks, missing = _tasks_work(run)
+    prompts = run.evaluation.sample_prompts
     expected = estimate(
         loaded,
         gpus=gpus,
@@ -117,7 +118,7 @@ def estimate_of(
         prices=read_prices(),
         tasks=tasks,
         missing_tasks=missing,
-        prompt_tokens=_tokens(run.evaluation.sample_prompt or "", run),
+        prompt_tokens=max((_tokens(prompt, run) for prompt in prompts), default=0),
     )
     on, memory_bytes = expected.main, expected.gpu.memory_gib * 2**30
     if on.fits:

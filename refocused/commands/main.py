@@ -25,6 +25,7 @@ INTERRUPTED = 130  # as `ExitCode.INTERRUPTED`
 SHELLS = ("bash", "zsh", "fish")
 
 COMMANDS = {
+    "speedrun": "from raw text to a scored, exported model, in one command",
     "launch": "train on all GPUs of this machine, under a supervisor",
     "train": "train as one process, or as one rank of a launcher",
     "init": "plan a run for your data and GPUs and write its file, or copy one",
@@ -55,6 +56,7 @@ VERBS = {
         "tokenize": ("prepare_data", "tokenize texts: .txt, .jsonl, .parquet and others"),
         "convert": ("prepare_data", "convert token files of other formats to shards"),
         "train-tokenizer": ("prepare_data", "train a byte-pair encoding on texts"),
+        "docstrings": ("prepare_data", "collect text that every machine has"),
         "split": ("prepare_data", "choose files for validation; copies nothing"),
         "inspect": ("prepare_data", "show what token files hold"),
         "verify": ("prepare_data", "compare files with their manifest, or read them all"),
@@ -70,6 +72,7 @@ VERBS = {
         name: {"": (name, COMMANDS[name])}
         for name in ("init", "doctor", "generate", "estimate_cost")
     },
+    "speedrun": {"": ("speedrun.command", COMMANDS["speedrun"])},
     "monitor": {"": ("monitor", COMMANDS["monitor"])},
     "stop": {"": ("monitor", COMMANDS["stop"])},
 }

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
 
 TRAINING_BYTES = 300_000_000
+DOCSTRING_CHARACTERS = 20_000_000
 
 
 def add_source(parser: Parser, *, json_help: str = "print JSON") -> None:
@@ -84,6 +85,7 @@ def run_train_tokenizer(parser: Parser) -> None:
     parser.group("output")("--out FILE", "new tokenizer.json", type=Path, required=True)
     add_json(parser)
     arguments = parser.read()
+    from refocused.bucket.partial_files import disk_errors
     from refocused.prepare.texts.text_documents import TextReading, sampled_texts, train_byte_pairs
     from refocused.prepare.texts.text_inputs import find_inputs, plan_tasks
     from refocused.system.atomic_files import replace_file
@@ -103,7 +105,8 @@ def run_train_tokenizer(parser: Parser) -> None:
         texts = sampled_texts(tasks, reading, most_bytes=most, held_out=held_out, progress=show)
         special = arguments.special_token
         content = train_byte_pairs(texts, vocabulary=vocabulary, special_tokens=special)
-    replace_file(out, content)
+    with disk_errors(out):
+        replace_file(out, content)
     tokenizers = {name: open_tokenizer(choice) for name, choice in choices.items()}
     size, made = sum(len(text.encode()) for text in held_out), tokenizers["new"].vocabulary
     rates: dict[str, float] = {}
@@ -118,6 +121,31 @@ def run_train_tokenizer(parser: Parser) -> None:
     if arguments.bpe_folder is None:
         lines.append("  not compared with GPT-2's: give the folder of its files with --bpe-folder")
     print_result(record, [*lines, f"Use it as --tokenizer {out}."], as_json=arguments.json)
+
+
+def run_docstrings(parser: Parser) -> None:
+    """Write text that every machine has, as a file of JSON lines."""
+    parser.examples = ("data/docstrings.jsonl",)
+    add = parser.add_argument
+    add("out", type=Path, metavar="FILE.jsonl", help="new file; a document is a line")
+    most = "characters to collect"
+    parser.group("output")("--characters N", most, type=count, default=DOCSTRING_CHARACTERS)
+    arguments = parser.read()
+    from refocused.bucket.partial_files import disk_errors
+    from refocused.prepare.texts.docstrings import docstrings
+    from refocused.system.atomic_files import replace_file
+
+    out, started = arguments.out, time.monotonic()
+    if out.exists():
+        raise ConfigError(f"{out} exists. Name a new file.")
+    texts = list(docstrings(arguments.characters))
+    lines = [json.dumps({"text": text}) for text in texts]
+    with disk_errors(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(out, "\n".join([*lines, ""]).encode())
+    size, seconds = size_text(out.stat().st_size), duration(time.monotonic() - started)
+    number = counted(len(texts), "docstring")
+    print(f"{out}: {number} of the installed packages, {size}, in {seconds}")
 
 
 def _add_out(parser: Parser) -> None:

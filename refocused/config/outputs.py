@@ -79,12 +79,22 @@ class EvaluationConfig(Section):
         None, "Once upon a time"
     )
     """Prompt of the text samples; null: no samples."""
+    further_prompts: tuple[Annotated[str, pydantic.Field(min_length=1)], ...] = setting(
+        (), "[In the beginning, The reason is]"
+    )
+    """Prompts besides `sample_prompt`, each of which is continued, too."""
     sample_interval: CountOrZero = setting(0, "2000")
     """Steps between text samples; 0: one with untrained weights and one at the end."""
     sample_tokens: Count = setting(200, "100")
     """Tokens of a text sample."""
     sample_temperature: Number = setting(0.8, "0.3", ge=LEAST_TEMPERATURE)
     """Divides the logits of a text sample: the lower, the likelier the tokens drawn."""
+
+    @property
+    def sample_prompts(self) -> tuple[str, ...]:
+        """All prompts of a text sample; empty: there are no samples."""
+        first = self.sample_prompt
+        return () if first is None else (first, *self.further_prompts)
 
 
 def without_secrets(text: str) -> str:

@@ -45,7 +45,7 @@ class RunWork:
     flops_per_token: float  # of a forward and a backward pass
     save_bytes: int  # of one checkpoint
     task_tokens: int = 0  # of all tasks once; 0: none or unknown
-    prompt_tokens: int = 0  # of text samples
+    prompt_tokens: int = 0  # of the longest prompt of text samples
     host_seconds: float = 0.0  # of the host for a forward pass of a sample
 
     @property
@@ -65,7 +65,7 @@ class RunWork:
         """
         if activity == "tasks" and not self.task_tokens:
             return 0
-        if activity == "sample" and self.config.evaluation.sample_prompt is None:
+        if activity == "sample" and not self.config.evaluation.sample_prompts:
             return 0
         return int(Cadence.of(self.config).left(0, self.steps)[activity]) + (activity == "sample")
 
@@ -117,8 +117,9 @@ def run_cost(
     in_background = work.config.checkpoint.in_background  # training waits only for copies
     rate = HOST_COPY_BYTES_PER_SECOND * gpus if in_background else DISK_BYTES_PER_SECOND
     # A token of a sample is a forward pass of its context, on average, or the host's work for it.
-    sample_tokens = work.config.evaluation.sample_tokens
-    context = min(work.plan.sequence_length, work.prompt_tokens + sample_tokens // 2)
+    evaluation = work.config.evaluation
+    context = min(work.plan.sequence_length, work.prompt_tokens + evaluation.sample_tokens // 2)
+    sample_tokens = len(evaluation.sample_prompts) * evaluation.sample_tokens
     sample_seconds = sample_tokens * max(work.host_seconds, context / (forward / gpus))
     cost = RunCost(
         mfu_fraction=pace * step.mfu_fraction,

@@ -133,7 +133,8 @@ def as_typed(command: str) -> str:
     if is_console or not (scripts / "train.sh").is_file():
         return f"refocused {command}"
     name, space, rest = command.partition(" ")
-    return from_here(scripts / ("train.sh" if name == "launch" else f"{name}.py")) + space + rest
+    script = {"launch": "train.sh", "speedrun": "speedrun.sh"}.get(name, f"{name}.py")
+    return from_here(scripts / script) + space + rest
 
 
 def did_you_mean(name: str, choices: Iterable[str]) -> str:

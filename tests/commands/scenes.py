@@ -26,6 +26,7 @@ from refocused.config.data import DataConfig
 from refocused.data.manifest.shard_manifest import build_manifest, write_manifest
 from refocused.doctor import early, examination, machine, run_fits
 from refocused.metrics.jsonl import JsonLines
+from refocused.monitor.sampler import gpu_reader
 from refocused.system.hardware import FreeMemory
 from refocused.system.processes import this_process
 
@@ -169,6 +170,19 @@ def train(patch: pytest.MonkeyPatch) -> Scene:
     return Scene()
 
 
+def speedrun(patch: pytest.MonkeyPatch) -> Scene:
+    """Texts, on a machine without GPUs; `eight_gpus()` gives it some."""
+    write_jsonl(Path("texts.jsonl"), random_texts(50))
+    Path("empty").mkdir()
+    patch.setattr(launching, "gpu_capabilities", lambda: [])
+
+    def eight_gpus() -> None:
+        patch.setattr(launching, "gpu_capabilities", lambda: [(9, 0)] * 8)
+        patch.setattr(gpu_reader, "gpu_names", lambda: ["NVIDIA H100 80GB HBM3"] * 8)
+
+    return Scene({"eight_gpus": eight_gpus})
+
+
 SCENES: dict[str, Callable[[pytest.MonkeyPatch], Scene]] = {
     "checkpoints": checkpoints,
     "prepare_data": prepare_data,
@@ -179,4 +193,5 @@ SCENES: dict[str, Callable[[pytest.MonkeyPatch], Scene]] = {
     "generate": models,
     "monitor": monitor,
     "train": train,
+    "speedrun": speedrun,
 }

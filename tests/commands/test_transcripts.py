@@ -28,9 +28,10 @@ from refocused.commands.main import main
 TRANSCRIPTS = Path(__file__).with_name("transcripts")
 REPLACED = {
     re.escape(sys.executable): "python",
-    rf"({re.escape(str(ROOT))}|\.)/launch/(\w+)\.py": r"refocused \2",
+    rf"({re.escape(str(ROOT))}|\.)/launch/(\w+)\.(py|sh)": r"refocused \2",
     rf"\b{re.escape(__version__)}\b": "VERSION",
     r"doctor-[0-9a-f]{16}": "doctor-CANARY",
+    r"\b(docstrings|tokenizer-\d+|tokens-\d+|d\d+)-[0-9a-f]{6}\b": r"\1-DIGEST",
     r"\b[\d.]+ .B free for": "N GB free for",
     r"\b[\d.]+ .B free$": "N GB free",
     r'"free": \d+': '"free": N',

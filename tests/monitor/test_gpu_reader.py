@@ -12,6 +12,7 @@ from refocused.monitor.sampler.gpu_reader import (
     NoGpusError,
     driver_versions,
     gpu_capabilities,
+    gpu_names,
     visible_devices,
 )
 from refocused.system.errors import RefocusedError
@@ -175,6 +176,8 @@ def test_the_driver_is_queried_by_another_process_and_tells_its_versions(eight_g
     eight_gpus.gpu(3, lost=1)
     eight_gpus.gpu(7, major=7, minor=5)
     assert gpu_capabilities() == [*[(9, 0)] * 3, None, (9, 0), (9, 0), None, (7, 5)]
+    h100 = "NVIDIA H100 80GB HBM3"
+    assert gpu_names() == [*[h100] * 3, None, h100, h100, None, h100]
     pynvml.nvmlInit()
     assert driver_versions() == (None, None)
     eight_gpus.driver(driver="570.86.15", cuda=13010)

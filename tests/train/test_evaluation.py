@@ -139,8 +139,11 @@ def test_unusable_tasks_and_prompts_are_rejected(tmp_path):
         built(tasks=["hellaswag=none.jsonl"])
     with pytest.raises(RefocusedError, match="has no token of data"):
         built({"tokenizer": str(words)}, sample_prompt=" ")
-    *_, sampler = built(sample_prompt="def ")
-    assert sampler is not None and sampler.prompt == "def "
+    with pytest.raises(RefocusedError, match="has no token of data"):
+        built({"tokenizer": str(words)}, sample_prompt="one", further_prompts=[" "])
+    *_, sampler = built(sample_prompt="def ", further_prompts=["class "])
+    assert sampler is not None and sampler.prompts == ("def ", "class ")
+    assert built(further_prompts=["class "])[-1] is None  # none without the first
 
 
 def test_a_run_records_which_token_ends_a_text(tmp_path, caplog):
@@ -195,10 +198,10 @@ class ScriptedEngine:
         return logits
 
 
-def sample(engine, prompt, *, tokens, length=8, seed=0, temperature=0.8, stopping=lambda: False):
+def sample(engine, *prompts, tokens, length=8, seed=0, temperature=0.8, stopping=lambda: False):
     content = tokenizer_file(TokenizerChoice("bytes"), vocabulary=512)
     tokenizer = as_transformers(content, end_of_text_id=None, max_length=64)
-    sampler = TextSampler(tokenizer, prompt, tokens, length, seed, temperature)
+    sampler = TextSampler(tokenizer, prompts, tokens, length, seed, temperature)
     return sampler.write(cast("Engine", engine), stopping=stopping)
 
 
@@ -215,6 +218,13 @@ def test_the_likely_bytes_follow_the_prompt(prompt, tokens, text):
     assert sample(engine, prompt, tokens=tokens) == text
     # By every rank, whichever of them sees the end; the weights are gathered once for all tokens.
     assert (engine.held, len(engine.contexts)) == (1, tokens)
+
+
+def test_each_prompt_is_continued_as_if_it_were_alone():
+    engine = ScriptedEngine(evenly=True)
+    alone = [sample(ScriptedEngine(evenly=True), prompt, tokens=20) for prompt in ("A", "B")]
+    assert sample(engine, "A", "B", tokens=20) == "\n---\n".join(map(str, alone))
+    assert engine.held == 1
 
 
 def test_the_context_is_no_longer_than_what_was_trained_on_and_a_stop_ends_it():

@@ -304,7 +304,13 @@ def driver_versions() -> tuple[str | None, tuple[int, int] | None]:
 
 
 def gpu_capabilities() -> list[Capability | None]:
-    """Return the compute capability of each GPU of this machine; None: unknown.
+    """Return the compute capability of each GPU of this machine; None: unknown; see `gpu_names`."""
+    pairs = _asked_driver()["capabilities"]
+    return [None if pair is None else (pair[0], pair[1]) for pair in pairs]
+
+
+def gpu_names() -> list[str | None]:
+    """Return the driver's name of each GPU of this machine; None: unknown.
 
     A child process queries the driver, since a hanging driver blocks its caller. After the time
     limit the child is abandoned: even SIGKILL may not end it.
@@ -313,6 +319,10 @@ def gpu_capabilities() -> list[Capability | None]:
         NoGpusError: The driver is installed and cannot be used.
         RefocusedError: It hangs.
     """
+    return list(_asked_driver()["names"])
+
+
+def _asked_driver() -> dict[str, Any]:
     query = subprocess.Popen(
         QUERY,
         stdin=subprocess.DEVNULL,
@@ -332,22 +342,24 @@ def gpu_capabilities() -> list[Capability | None]:
     if query.returncode:
         text = f"The NVIDIA driver does not answer: the query exited with {query.returncode}. "
         raise NoGpusError(f"{text}Check the output of nvidia-smi.", is_fault=True)
-    result = json.loads(answer)
+    result: dict[str, Any] = json.loads(answer)
     if "fault" in result:
         raise NoGpusError(result["fault"], is_fault=True)
-    return [None if pair is None else (pair[0], pair[1]) for pair in result["capabilities"]]
+    return result
 
 
 def _query_driver() -> dict[str, Any]:
     try:
         capabilities: list[Capability | None] = [None] * open_library()
     except NoGpusError as error:
-        return {"fault": str(error)} if error.is_fault else {"capabilities": []}
+        return {"fault": str(error)} if error.is_fault else {"capabilities": [], "names": []}
+    names: list[str | None] = [None] * len(capabilities)
     for index in range(len(capabilities)):
         with contextlib.suppress(pynvml.NVMLError):
             handle = pynvml.nvmlDeviceGetHandleByIndex(index)
             capabilities[index] = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
-    return {"capabilities": capabilities}
+            names[index] = pynvml.nvmlDeviceGetName(handle)
+    return {"capabilities": capabilities, "names": names}
 
 
 if __name__ == "__main__":

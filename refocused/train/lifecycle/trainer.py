@@ -716,17 +716,18 @@ def build_texts(
             raise ConfigError(f"evaluation.tasks: {error}") from None
 
     tasks = world.on_rank_0(read_tasks) if evaluation.tasks else ()
-    if (prompt := evaluation.sample_prompt) is None:
+    if not (prompts := evaluation.sample_prompts):
         return files, sizes, tasks, None
-    with tokenizer_errors(TOKENIZER_FILE):
-        ids = tokenizer(prompt)["input_ids"]
-    if not ids:
-        raise ConfigError(
-            f"evaluation.sample_prompt {prompt!r} has no token of data.tokenizer. Write a prompt "
-            "of its words."
-        )
+    for prompt in prompts:
+        with tokenizer_errors(TOKENIZER_FILE):
+            ids = tokenizer(prompt)["input_ids"]
+        if not ids:
+            raise ConfigError(
+                f"evaluation.sample_prompt {prompt!r} has no token of data.tokenizer. Write a "
+                "prompt of its words."
+            )
     tokens, temperature = evaluation.sample_tokens, evaluation.sample_temperature
-    sampler = TextSampler(tokenizer, prompt, tokens, context_tokens, config.run.seed, temperature)
+    sampler = TextSampler(tokenizer, prompts, tokens, context_tokens, config.run.seed, temperature)
     return files, sizes, tasks, sampler
 
 
@@ -761,7 +762,7 @@ def assemble_trainer(
         plan,
         validation_sequences=sum(len(source.validation.sequences) for source in data.sources),
         task_tokens=sum(len(text.ids) for task in tasks for text in task.continuations),
-        sample_tokens=config.evaluation.sample_tokens if sampler else 0,
+        sample_tokens=len(sampler.prompts) * sampler.tokens if sampler else 0,
         exports=checkpoint.export_final,
     )
     trainer = Trainer(

@@ -137,10 +137,10 @@ def _evaluate_tasks(trainer: Trainer, state: TrainState) -> TrainState:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TextSampler:
-    """Continues a prompt by up to `tokens` tokens, always from the same seed."""
+    """Continues each prompt by up to `tokens` tokens, always from the same seed."""
 
     tokenizer: Any  # a transformers tokenizer
-    prompt: str  # text to continue; not empty
+    prompts: Sequence[str]  # texts to continue; not empty
     tokens: int
     context_tokens: int  # longest context that the model is trained on
     seed: int
@@ -149,25 +149,29 @@ class TextSampler:
     def write(
         self, engine: Engine, *, stopping: Callable[[], object] = lambda: False
     ) -> str | None:
-        """Return the prompt and its continuation, up to the end of a text; every rank must call.
+        """Return each prompt and its continuation, up to the end of a text; every rank must call.
+
+        A line of dashes separates those of several prompts.
 
         Only ids that the tokenizer knows are drawn, not the vocabulary's padding. `stopping` is
         called before each token, alike on all ranks; once it is true, None is returned.
         """
-        generator = torch.Generator().manual_seed(self.seed)
         known = torch.tensor(sorted(self.tokenizer.get_vocab().values()))
-        ids = list(self.tokenizer(self.prompt)["input_ids"])
-        begins, end = len(ids), self.tokenizer.eos_token_id
+        end, texts = self.tokenizer.eos_token_id, list[str]()
         with engine.weights_gathered():
-            # All tokens on all ranks: their numbers may differ in the last digits.
-            for _ in range(self.tokens):
-                if stopping():
-                    return None
-                context = torch.tensor([ids[-self.context_tokens :]])
-                logits = engine.next_token_logits(context)[0].cpu()[known]
-                best = torch.topk(logits / self.temperature, k=min(TOP_K, len(known)))
-                drawn = torch.multinomial(best.values.softmax(dim=0), 1, generator=generator)
-                ids.append(int(known[best.indices[drawn]]))
-        ends = ids.index(end, begins) if end in ids[begins:] else len(ids)
-        text: str = self.tokenizer.decode(ids[:ends])
-        return text
+            for prompt in self.prompts:
+                generator = torch.Generator().manual_seed(self.seed)
+                ids = list(self.tokenizer(prompt)["input_ids"])
+                begins = len(ids)
+                # All tokens on all ranks: their numbers may differ in the last digits.
+                for _ in range(self.tokens):
+                    if stopping():
+                        return None
+                    context = torch.tensor([ids[-self.context_tokens :]])
+                    logits = engine.next_token_logits(context)[0].cpu()[known]
+                    best = torch.topk(logits / self.temperature, k=min(TOP_K, len(known)))
+                    drawn = torch.multinomial(best.values.softmax(dim=0), 1, generator=generator)
+                    ids.append(int(known[best.indices[drawn]]))
+                ends = ids.index(end, begins) if end in ids[begins:] else len(ids)
+                texts.append(self.tokenizer.decode(ids[:ends]))
+        return "\n---\n".join(texts)

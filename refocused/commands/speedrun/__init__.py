@@ -1,0 +1,1 @@
+"""`speedrun`: from raw text to a model in one command."""
