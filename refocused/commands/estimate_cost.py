@@ -132,16 +132,23 @@ def _tasks_work(config: RunConfig) -> tuple[list[TaskWork], list[str]]:
 
     Also returns the files that are missing.
     """
-    from refocused.evaluate.tasks import find_tasks, read_questions
+    from refocused.evaluate.tasks import CORE, find_tasks, read_questions
 
-    requests = config.evaluation.tasks
-    missing = [name for name in requests if not local_path(name.rpartition("=")[2]).is_file()]
+    requests, limit = config.evaluation.tasks, config.evaluation.task_items
+    missing = [name for name in requests if not local_path(name.rpartition("=")[2]).exists()]
     counted = []
     for task in find_tasks([name for name in requests if name not in missing], data=None):
-        questions = read_questions(task, limit=config.evaluation.task_items)
-        texts = [f"{item.context} {ending}" for item in questions for ending in item.endings]
-        tokens = sum(min(config.model.sequence_length, _tokens(text, config)) for text in texts)
-        counted.append((task.name, len(questions), tokens))
+        if task.form == CORE:
+            from refocused.evaluate.core import read_bundle  # with torch, which takes a second
+
+            bundle = read_bundle(task.file, limit=limit)
+            items = [prompts for each in bundle for prompts in each.scored_prompts()]
+        else:
+            questions = read_questions(task, limit=limit)
+            items = [[f"{item.context} {end}" for end in item.endings] for item in questions]
+        lengths = (_tokens(text, config) for texts in items for text in texts)
+        tokens = sum(min(config.model.sequence_length, length) for length in lengths)
+        counted.append((task.name, len(items), tokens))
     return counted, missing
 
 

@@ -24,9 +24,10 @@ if TYPE_CHECKING:
 
 
 TASKS_HELP = (
-    "comma-separated: hellaswag, piqa, arc_easy, arc_challenge, lambada, multiple_choice or "
-    "perplexity, found in --data or given as NAME=FILE; or a file: .jsonl (ctx, endings, label; "
-    "query, choices, gold; or context, continuation), or .txt for perplexity"
+    "comma-separated: hellaswag, piqa, arc_easy, arc_challenge, lambada, multiple_choice, "
+    "perplexity or core (DCLM's unpacked bundle), found in --data or given as NAME=FILE, "
+    "core=FOLDER; or a file: .jsonl (ctx, endings, label; query, choices, gold; or context, "
+    "continuation), or .txt for perplexity"
 )
 
 
@@ -35,7 +36,8 @@ def add_model_options(parser: Parser) -> None:
     add = parser.group("tasks")
     add("--tasks NAMES", TASKS_HELP)
     add("--data DIR", "folder of the tasks' files", type=Path)
-    add("--limit N", "use the first N items, or sequences of a text", type=count)
+    limit = "use the first N items, or sequences of a text; of core, N drawn from each task"
+    add("--limit N", limit, type=count)
     add("--context N", "tokens of context (default: the length it was trained on)", type=count)
     add("--stride N", "new tokens of each sequence of a text (default: the context)", type=count)
     add = parser.group("compute")
@@ -151,7 +153,7 @@ def _lines(evaluation: Evaluated) -> list[str]:
     width = max(len(result.task) for result in evaluation.results)
     for result in evaluation.results:
         parts = [f"{result.task:<{width}}", f"{result.items:>6,} items"]
-        parts += [f"{name} {measure_text(measure)}" for name, measure in result.measures.items()]
+        parts += [f"{name} {measure_text(measure)}" for name, measure in result.in_line.items()]
         parts.append(f"{duration(result.seconds or 0.0)} ({result.items_per_second:,.1f}/s)")
         if result.cut:
             parts.append(f"{result.cut:,} contexts cut from the left")
@@ -159,6 +161,9 @@ def _lines(evaluation: Evaluated) -> list[str]:
             what = "an ending is too long, or has no token of its own"
             parts.append(f"{result.skipped:,} skipped: {what}")
         lines.append("  ".join(parts))
+        below = {name: each for name, each in result.measures.items() if name not in result.in_line}
+        names = max(map(len, below), default=0)
+        lines += [f"  {name:<{names}}  {measure_text(measure)}" for name, measure in below.items()]
     return lines
 
 
@@ -209,7 +214,7 @@ def _print_scores(evaluations: Mapping[str, Evaluated], arguments: argparse.Name
         request: {
             f"{result.task} {name}": measure
             for result in evaluation.results
-            for name, measure in result.measures.items()
+            for name, measure in result.in_line.items()
         }
         for request, evaluation in evaluations.items()
     }

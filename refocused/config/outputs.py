@@ -54,8 +54,8 @@ LEAST_TEMPERATURE = 0.01  # with less, quotients of logits may overflow in float
 Task = Annotated[
     str,
     matching(
-        r"([a-z_]+=)?[^=]+\.jsonl",
-        "a task is NAME=FILE.jsonl, as hellaswag=data/hellaswag_val.jsonl",
+        r"([a-z_]+=)?[^=]+\.jsonl|core=[^=]+",
+        "a task is NAME=FILE.jsonl, as hellaswag=data/hellaswag_val.jsonl, or core=FOLDER",
     ),
 ]
 
@@ -69,12 +69,13 @@ class EvaluationConfig(Section):
     """Sequences of one validation over all ranks, the same every time."""
     tasks: tuple[Task, ...] = setting((), "[hellaswag=data/hellaswag_val.jsonl]")
     """Each `NAME=FILE.jsonl`; NAME is hellaswag, piqa, arc_easy, arc_challenge, lambada or
-    multiple_choice. Or `FILE.jsonl`, whose form follows from its fields. Tasks and samples need the
-    tokenizer's files (`data.tokenizer`)."""
+    multiple_choice. Or `FILE.jsonl`, whose form follows from its fields. Or `core=FOLDER`, DCLM's
+    bundle of 22 tasks. Tasks and samples need the tokenizer's files (`data.tokenizer`)."""
     task_interval: CountOrZero = setting(0, "5000")
     """Steps between tasks; 0: only at the end."""
     task_items: Count = setting(1000, "500")
-    """Number of items of each task, the first ones, spread over the ranks."""
+    """Number of items of each task, the first ones (of CORE: drawn from each of the 22), spread
+    over the ranks."""
     sample_prompt: Annotated[str, pydantic.Field(min_length=1)] | None = setting(
         None, "Once upon a time"
     )

@@ -6,279 +6,282 @@ arXiv 2406.11794.
 """
 
 import csv
-import dataclasses
 import functools
+import io
 import itertools
 import math
 import random
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from refocused.config.yaml_source import parse_yaml
+from refocused.config.yaml_source import parse_yaml_mapping
 from refocused.evaluate.continuations import Continuation, Encoder, Scored
 from refocused.evaluate.multiple_choice import EncodedTask, Measure, mean_of, prepare
-from refocused.evaluate.tasks import CORE, TaskFile, read_questions
-from refocused.system.errors import ConfigError, EvaluationError
-from refocused.system.strict_json import parse_json_object
+from refocused.evaluate.tasks import CORE, TaskFile, label_of, read_questions, text_of, texts_of
+from refocused.system.errors import EvaluationError
+from refocused.system.strict_json import MalformedError, parse_json_object
 
-TASKS_FILE, CHANCE_FILE, ITEMS_FOLDER = "core.yaml", "eval_meta_data.csv", "eval_data"
+CHANCE_FILE, ITEMS_FOLDER = "eval_meta_data.csv", "eval_data"
 ITEM_SEED, EXAMPLE_SEED = 1337, 1234  # nanochat's
-PROMPTS_AT_ONCE = 1024  # encoded together
+PROMPTS_AT_ONCE = 4096  # encoded together
+LANGUAGE_MODELING = "language_modeling"
+# The fields of an item: its texts, and the list of which one is right.
+FIELDS: Mapping[str, tuple[tuple[str, ...], str | None]] = {
+    "multiple_choice": (("query",), "choices"),
+    "schema": (("continuation",), "context_options"),
+    LANGUAGE_MODELING: (("context", "continuation"), None),
+}
 Item = Mapping[str, Any]
+# An item for a model: the right choice, None if the only one must be the greedy one; the choices.
+EncodedItem = tuple[int | None, Sequence[Continuation]]
+Encoded = dict[str, tuple[float, Sequence[EncodedItem]]]  # tasks: accuracy of a guess, items
+UNPACKED = f"Name the unpacked bundle, with core.yaml, {CHANCE_FILE} and {ITEMS_FOLDER}."
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
 class CoreTask:
-    """A task of the bundle, with its items in the order in which they are scored."""
+    """A task of the bundle: writes the prompts of its items."""
 
-    label: str
-    kind: str  # a key of `FIELDS`
-    examples: int  # complete items before each question
-    delimiter: str  # between a question and its answer
-    chance: float  # accuracy of a guess, 0 to 1
-    items: Sequence[Item]
+    def __init__(
+        self,
+        label: str,
+        kind: str,
+        items: Sequence[Item],
+        *,
+        examples: int = 0,
+        delimiter: str = " ",
+        chance: float = 0.0,
+    ) -> None:
+        """Use items in the order in which they are scored.
+
+        Args:
+            label: Its name.
+            kind: A key of `FIELDS`.
+            items: Each has the fields of its kind.
+            examples: Complete items before each question.
+            delimiter: Between a question and its answer.
+            chance: Accuracy of a guess, from 0 to below 1.
+        """
+        self.label, self.kind, self.items = label, kind, items
+        self.examples, self.delimiter, self.chance = examples, delimiter, chance
 
     def prompts(self, number: int) -> list[str]:
-        """Return the prompts of an item: one for each choice, or without and with its answer."""
-        others, item = self._others(number), self.items[number]
-        if self.kind == "multiple_choice":
-            shown = [
-                f"{one['query']}{self.delimiter}{one['choices'][one['gold']]}" for one in others
-            ]
-            asked = [f"{item['query']}{self.delimiter}{choice}" for choice in item["choices"]]
-        elif self.kind == "schema":
-            shown = [
-                f"{one['context_options'][one['gold']]}{self.delimiter}{one['continuation']}"
-                for one in others
-            ]
-            rest = f"{self.delimiter}{item['continuation']}"
-            asked = [f"{context}{rest}" for context in item["context_options"]]
-        else:
-            shown = [
-                f"{str(one['context']).strip()}{self.delimiter}{one['continuation']}"
-                for one in others
-            ]
-            question = f"{str(item['context']).strip()}{self.delimiter}"
-            asked = [question, f"{question}{item['continuation']}"]
-        before = "".join(f"{text}\n\n" for text in shown)
-        prompts = [before + text for text in asked]
-        if self.kind == "language_modeling":
+        """Return the prompts of an item, as many as its `texts`."""
+        draw = random.Random(EXAMPLE_SEED + number)
+        drawn = draw.sample(range(len(self.items) - 1), self.examples)
+        others = (self.items[other + (other >= number)] for other in drawn)
+        before = "".join(f"{self.texts(other)[other.get('gold', 1)]}\n\n" for other in others)
+        prompts = [before + text for text in self.texts(self.items[number])]
+        if self.kind == LANGUAGE_MODELING:
             prompts[0] = prompts[0].strip()  # its last space belongs to the first token after it
         return prompts
 
-    def _others(self, number: int) -> list[Item]:
-        draw = random.Random(EXAMPLE_SEED + number)
-        drawn = draw.sample(range(len(self.items) - 1), self.examples)
-        return [self.items[other + (other >= number)] for other in drawn]
+    def scored_prompts(self) -> Iterator[list[str]]:
+        """Yield each item's prompts, of language modeling only the one with its answer."""
+        for number in range(len(self.items)):
+            prompts = self.prompts(number)
+            yield prompts[-1:] if self.kind == LANGUAGE_MODELING else prompts
+
+    def texts(self, item: Item) -> list[str]:
+        """Return an item with each choice; of language modeling, without and with its answer."""
+        if self.kind == "multiple_choice":
+            return [f"{item['query']}{self.delimiter}{choice}" for choice in item["choices"]]
+        if self.kind == "schema":
+            rest = f"{self.delimiter}{item['continuation']}"
+            return [f"{context}{rest}" for context in item["context_options"]]
+        question = f"{item['context'].strip()}{self.delimiter}"
+        return [question, f"{question}{item['continuation']}"]
 
 
-FIELDS = {
-    "multiple_choice": ("query", "choices", "gold"),
-    "schema": ("context_options", "continuation", "gold"),
-    "language_modeling": ("context", "continuation"),
-}
+def read_bundle(file: Path, *, limit: int | None = None) -> list[CoreTask]:
+    """Read the tasks that a bundle's `core.yaml` names.
 
-
-def read_bundle(folder: Path, *, limit: int | None = None) -> list[CoreTask]:
-    """Read an unpacked bundle's tasks; `limit` draws the items of nanochat's `max-per-task`.
+    Args:
+        file: It, with `eval_meta_data.csv` and `eval_data/` beside it.
+        limit: Draw so many items of each task, those of nanochat's `max-per-task`; None: all.
 
     Raises:
         EvaluationError: A file is missing or has another format, or a task has too few items.
     """
+    chances, tasks = file.with_name(CHANCE_FILE), dict[str, CoreTask]()
     try:
-        rows = csv.DictReader((folder / CHANCE_FILE).read_text().splitlines())
-        chances = {row["Eval Task"]: float(row["Random baseline"]) / 100 for row in rows}
-        tasks = parse_yaml((folder / TASKS_FILE).read_text())["icl_tasks"]
-        read = [_read_task(folder / ITEMS_FOLDER, task, chances, limit) for task in tasks]
+        entries = parse_yaml_mapping(file.read_bytes()).get("icl_tasks")
+        reader = csv.DictReader(io.StringIO(chances.read_bytes().decode("utf-8-sig")))
+        rows = {row.get("Eval Task"): (reader.line_num, row) for row in reader}
+    except MalformedError as error:
+        raise EvaluationError(f"{file}: {error}.") from None
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise EvaluationError(f"{chances}: {error}.") from None
     except OSError as error:
-        raise EvaluationError(
-            f"{error.filename}: {error.strerror}. Name the unpacked bundle, a folder with "
-            f"{TASKS_FILE}, {CHANCE_FILE} and {ITEMS_FOLDER}."
-        ) from None
-    except (KeyError, TypeError, ValueError, ConfigError) as error:
-        raise EvaluationError(
-            f"{folder} has another format than DCLM's bundle: {type(error).__name__} {error}."
-        ) from None
-    if not read:
-        raise EvaluationError(f"{folder / TASKS_FILE} names no task.")
-    return read
-
-
-def _read_task(
-    folder: Path, task: Mapping[str, Any], chances: Mapping[str, float], limit: int | None
-) -> CoreTask:
-    label, kind, examples = str(task["label"]), task["icl_task_type"], int(task["num_fewshot"][0])
-    file = folder / str(task["dataset_uri"])
-    if kind not in FIELDS:
-        raise EvaluationError(f"{label}: the task type {kind!r} is unknown: {', '.join(FIELDS)}.")
-    if label not in chances:
-        raise EvaluationError(f"{folder.parent / CHANCE_FILE} has no random baseline of {label}.")
-    items: list[Item] = []
-    for number, line in enumerate(file.read_bytes().splitlines(), start=1):
-        if line.strip():
-            try:
-                items.append(_checked(parse_json_object(line), FIELDS[kind]))
-            except ValueError as error:
-                raise EvaluationError(f"{file}:{number}: {error}") from None
-    random.Random(ITEM_SEED).shuffle(items)
-    items = items[:limit]
-    if len(items) <= examples:
-        raise EvaluationError(
-            f"{label} has {len(items)} items, and its prompts show {examples} others. "
-            f"Take at least {examples + 1} (--limit, evaluation.task_items)."
+        raise EvaluationError(f"{error.filename}: {error.strerror}. {UNPACKED}") from None
+    if not isinstance(entries, list) or not entries:
+        raise EvaluationError(f"{file}: it has no list of tasks, icl_tasks. {UNPACKED}")
+    for number, entry in enumerate(entries, start=1):
+        try:
+            names = ("label", "icl_task_type", "dataset_uri", "num_fewshot")
+            label, kind, uri, (examples, *_) = (entry[name] for name in names)
+            delimiter = entry.get("continuation_delimiter", " ")
+            if {type(text) for text in (label, kind, uri, delimiter)} != {str}:
+                raise ValueError
+            if type(examples) is not int or examples < 0:
+                raise ValueError
+        except (LookupError, TypeError, ValueError):
+            raise EvaluationError(
+                f"{file}: task {number} needs the texts label, icl_task_type and dataset_uri, and "
+                "num_fewshot, a list of numbers."
+            ) from None
+        if label in tasks or kind not in FIELDS:
+            is_twice = f"{label} is there twice; keep one"
+            is_other = f"{label} is of the type {kind!r}; known are {', '.join(FIELDS)}"
+            raise EvaluationError(f"{file}: {is_twice if label in tasks else is_other}.")
+        line, row = rows.get(label, (1, {}))
+        given = row.get("Random baseline")
+        try:
+            chance = float(given or "")
+        except ValueError:
+            chance = math.nan
+        if not 0 <= chance < 100:
+            raise EvaluationError(
+                f"{chances}:{line}: the `Random baseline` of the `Eval Task` {label} is {given!r}; "
+                "expected a percentage from 0 to below 100."
+            )
+        items = read_items(file.parent / ITEMS_FOLDER / uri, kind)
+        random.Random(ITEM_SEED).shuffle(items)
+        items = items[:limit]
+        if len(items) <= examples:
+            raise EvaluationError(
+                f"{file.parent / ITEMS_FOLDER / uri}: {label} has {len(items)} items, and shows "
+                f"{examples} others before each. Take at least {examples + 1} (--limit, "
+                "evaluation.task_items)."
+            )
+        tasks[label] = CoreTask(
+            label, kind, items, examples=examples, delimiter=delimiter, chance=chance / 100
         )
-    delimiter = str(task.get("continuation_delimiter", " "))
-    return CoreTask(label, kind, examples, delimiter, chances[label], items)
+    return list(tasks.values())
 
 
-def _checked(item: Item, fields: Sequence[str]) -> Item:
-    missing = [name for name in fields if item.get(name) is None]
-    if missing:
-        raise ValueError(f"the item has no {', '.join(missing)}.")
-    if "gold" in fields:
-        choices = item[next(name for name in fields if name in ("choices", "context_options"))]
-        if not isinstance(choices, list) or len(choices) < 2:
-            raise ValueError("the item has no list of at least 2 choices.")
-        if type(item["gold"]) is not int or not 0 <= item["gold"] < len(choices):
-            raise ValueError(f"gold is {item['gold']!r}; expected 0 to {len(choices) - 1}.")
-    return item
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Answer:
-    """The right choice of an item, None if it must be the greedy one; the tokens of each scored."""
-
-    gold: int | None
-    scored: tuple[int, ...]
-
-    def is_right(self, scores: Sequence[Scored]) -> bool:
-        """Judge the scores of the item's prompts: the least loss a token is the answer."""
-        if self.gold is None:
-            return scores[0].is_greedy
-        losses = [
-            -score.log_probability / count if count else math.nan
-            for score, count in zip(scores, self.scored, strict=True)
-        ]
-        return losses.index(min(losses)) == self.gold
+def read_items(file: Path, kind: str) -> list[Item]:
+    """Read a task's items; raise EvaluationError if a line is not one of its kind."""
+    texts, choices = FIELDS[kind]
+    items: list[Item] = []
+    try:
+        lines = file.read_bytes().splitlines()
+    except OSError as error:
+        raise EvaluationError(f"{file}: {error.strerror}. {UNPACKED}") from None
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            given = parse_json_object(line)
+            item: dict[str, Any] = {name: text_of(given, name) for name in texts}
+            if choices is not None:
+                item[choices] = texts_of(given, choices)
+                item["gold"] = label_of(given, "gold", choices=len(item[choices]))
+        except ValueError as error:
+            is_json = not isinstance(error, MalformedError)
+            problem = error if is_json else f"it is no JSON object ({error})."
+            raise EvaluationError(f"{file}:{number}: {problem}") from None
+        items.append(item)
+    return items
 
 
 def encode_task(task: TaskFile, encoder: Encoder, *, limit: int | None = None) -> EncodedTask:
     """Encode a task of any form but `perplexity` for one model; of CORE, all of its tasks.
 
     Raises:
-        EvaluationError: As `read_questions`, `prepare`, `read_bundle` and `prepare_tasks`.
+        EvaluationError: As `read_questions`, `prepare`, `read_bundle` and `encode_items`.
     """
     if task.form != CORE:
         return prepare(task.name, read_questions(task, limit=limit), encoder)
-    tasks = read_bundle(task.file, limit=limit)
-    answered, continuations, skipped = prepare_tasks(task.name, tasks, encoder)
-    items = sum(len(answers) for _, answers in answered)
-    measure = functools.partial(measures_of, answered)
-    return EncodedTask(task.name, items, continuations, measure, skipped=skipped)
+    tasks, encoded, total = read_bundle(task.file, limit=limit), Encoded(), 0
+    for each in tasks:
+        encoded[each.label] = each.chance, encode_items(each, encoder)
+        total += len(each.items)
+    items = [item for _, some in encoded.values() for item in some]
+    return EncodedTask(
+        task.name,
+        len(items),
+        [choice for _, choices in items for choice in choices],
+        functools.partial(measures_of, encoded),
+        skipped=total - len(items),
+    )
 
 
-def prepare_tasks(
-    name: str, tasks: Sequence[CoreTask], encoder: Encoder
-) -> tuple[list[tuple[CoreTask, list[Answer]]], list[Continuation], int]:
-    """Encode tasks; return what is right of each, all that is scored, and how many items cannot be.
+def encode_items(task: CoreTask, encoder: Encoder) -> list[EncodedItem]:
+    """Encode a task's items, but for those whose answer does not fit or has no token of its own.
 
     Prompts begin with the end-of-text token and lose their beginning where they exceed the model's
     context. Scored are: of a multiple choice, what follows the prompts' common beginning; of a
     schema, their common end; of a language modeling task, the answer.
 
     Raises:
-        EvaluationError: The tokenizer has no token that begins a document.
+        EvaluationError: The tokenizer has no token that begins a document, or no item is left.
     """
-    first = encoder.end_of_text_id
+    first, is_text = encoder.end_of_text_id, task.kind == LANGUAGE_MODELING
     if first is None:
         raise EvaluationError(
-            f"{name}: the tokenizer has no end-of-text token, with which every prompt begins."
+            f"{task.label}: the tokenizer has no end-of-text token, with which every prompt begins."
         )
-    continuations: list[Continuation] = []
-    answered: list[tuple[CoreTask, list[Answer]]] = []
-    skipped = 0
-    for task in tasks:
-        answers: list[Answer] = []
-        for number, prompts in _encoded(task, encoder, first):
-            scored = SCORED[task.kind](prompts)
-            kept = [ids[-encoder.context_tokens :] for ids in prompts]
-            if any(count >= len(ids) for count, ids in zip(scored, kept, strict=True)):
-                skipped += 1
-                continue
-            asked = slice(1, None) if task.kind == "language_modeling" else slice(None)
-            for whole, ids, count in zip(prompts[asked], kept[asked], scored[asked], strict=True):
-                is_cut = len(ids) < len(whole)
-                continuations.append(Continuation(array("i", ids), count, is_cut=is_cut))
-            gold = task.items[number].get("gold") if asked.start is None else None
-            answers.append(Answer(gold, tuple(scored[asked])))
-        answered.append((task, answers))
-    return answered, continuations, skipped
+    encoded: list[EncodedItem] = []
+    texts = itertools.chain.from_iterable(map(task.prompts, range(len(task.items))))
+    batches = iter(lambda: list(itertools.islice(texts, PROMPTS_AT_ONCE)), [])
+    rows = (ids for batch in batches for ids in encoder.encode(batch))
+    for item in task.items:
+        prompts = [
+            ids if ids[:1] == [first] else [first, *ids]
+            for ids in itertools.islice(rows, len(task.texts(item)))
+        ]
+        ends = [ids[::-1] for ids in prompts] if task.kind == "schema" else prompts
+        columns = zip(*ends, strict=False)
+        alike = sum(1 for _ in itertools.takewhile(lambda ids: len(set(ids)) == 1, columns))
+        if is_text and alike < len(prompts.pop(0)):
+            continue  # the answer changes the tokens before it
+        choices = []
+        for ids in prompts:
+            kept = array("i", ids[-encoder.context_tokens :])
+            scored = min(alike, len(ids) - 1) if task.kind == "schema" else len(ids) - alike
+            choices.append(Continuation(kept, scored, is_cut=len(kept) < len(ids)))
+        fit = all(choice.scored < len(choice.ids) for choice in choices)
+        if fit and (not is_text or choices[0].scored):
+            encoded.append((None if is_text else item["gold"], choices))
+    if not encoded:
+        raise EvaluationError(
+            f"{task.label}: the answers of all {len(task.items)} items have no token of their own, "
+            f"or more than the {encoder.context_tokens} of the context."
+        )
+    return encoded
 
 
-def outcomes(answers: Sequence[Answer], scores: Iterator[Scored]) -> list[bool]:
-    """Return which items are right; takes their scores from the iterator."""
-    return [
-        answer.is_right(list(itertools.islice(scores, len(answer.scored)))) for answer in answers
-    ]
+def outcomes(items: Sequence[EncodedItem], scores: Iterator[Scored]) -> list[bool]:
+    """Return which items are right; takes the scores of their choices from the iterator.
+
+    The right choice has the least mean loss of its tokens; the first of several alike. One without
+    tokens is taken where it is the first, as nanochat's NaN.
+    """
+    right = []
+    for gold, choices in items:
+        some = list(itertools.islice(scores, len(choices)))
+        losses = [
+            -score.log_probability / choice.scored if choice.scored else math.nan
+            for choice, score in zip(choices, some, strict=True)
+        ]
+        # Equal choices may differ in the last digits, from batches of different shapes.
+        losses = [losses[choices.index(choice)] for choice in choices]
+        is_right = some[0].is_greedy if gold is None else losses.index(min(losses)) == gold
+        right.append(is_right)
+    return right
 
 
-def measures_of(
-    tasks: Sequence[tuple[CoreTask, Sequence[Answer]]], scored: Sequence[Scored]
-) -> dict[str, Measure]:
-    """Return each task's accuracy, and `core`: the mean of (accuracy - chance) / (1 - chance)."""
+def measures_of(encoded: Encoded, scored: Sequence[Scored]) -> dict[str, Measure]:
+    """Return `CORE`, the mean of (accuracy - chance) / (1 - chance), and each task's accuracy."""
     scores, accuracies = iter(scored), dict[str, Measure]()
-    centred: list[float] = []
-    errors: list[float | None] = []
-    for task, answers in tasks:
-        right = outcomes(answers, scores)
-        accuracy = (
-            mean_of([float(value) for value in right]) if right else Measure(task.chance, None)
-        )
-        accuracies[task.label] = accuracy
-        centred.append((accuracy.value - task.chance) / (1 - task.chance))
-        error = accuracy.standard_error
-        errors.append(None if error is None else error / (1 - task.chance))
-    known = [error for error in errors if error is not None]
-    error = math.hypot(*known) / len(errors) if len(known) == len(errors) else None
-    return {CORE: Measure(sum(centred) / len(centred), error), **accuracies}
-
-
-def _encoded(task: CoreTask, encoder: Encoder, first: int) -> Iterator[tuple[int, list[list[int]]]]:
-    """Yield each item's number and the token ids of its prompts."""
-    for begin in range(0, len(task.items), PROMPTS_AT_ONCE):
-        numbers = range(begin, min(begin + PROMPTS_AT_ONCE, len(task.items)))
-        prompts = [task.prompts(number) for number in numbers]
-        texts = [text for some in prompts for text in some]
-        ids = (one if one[:1] == [first] else [first, *one] for one in encoder.encode(texts))
-        for number, some in zip(numbers, prompts, strict=True):
-            yield number, list(itertools.islice(ids, len(some)))
-
-
-def _common(prompts: Sequence[Sequence[int]]) -> int:
-    """Return how many first tokens all prompts share."""
-    together = zip(*prompts, strict=False)
-    return sum(1 for _ in itertools.takewhile(lambda ids: len(set(ids)) == 1, together))
-
-
-def _differing(prompts: Sequence[Sequence[int]]) -> list[int]:
-    return [len(ids) - _common(prompts) for ids in prompts]
-
-
-def _shared_end(prompts: Sequence[Sequence[int]]) -> list[int]:
-    return [_common([ids[::-1] for ids in prompts])] * len(prompts)
-
-
-def _added(prompts: Sequence[Sequence[int]]) -> list[int]:
-    """Return how many tokens the answer adds; too many if it changes those before it."""
-    question, whole = prompts
-    is_prefix = whole[: len(question)] == question and len(whole) > len(question)
-    return [0, len(whole) - len(question) if is_prefix else len(whole)]
-
-
-SCORED: Mapping[str, Callable[[Sequence[Sequence[int]]], list[int]]] = {
-    "multiple_choice": _differing,
-    "schema": _shared_end,
-    "language_modeling": _added,
-}
+    centred, errors = list[float](), list[float]()
+    for label, (chance, items) in encoded.items():
+        accuracy = mean_of([float(right) for right in outcomes(items, scores)])
+        accuracies[label] = accuracy
+        centred.append((accuracy.value - chance) / (1 - chance))
+        if accuracy.standard_error is not None:
+            errors.append(accuracy.standard_error / (1 - chance))
+    error = math.hypot(*errors) / len(centred) if len(errors) == len(centred) else None
+    return {"CORE": Measure(sum(centred) / len(centred), error), **accuracies}

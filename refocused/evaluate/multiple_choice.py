@@ -32,6 +32,11 @@ class TaskResult:
     seconds: float | None = None  # from the first batch to the last; None: not timed
 
     @property
+    def in_line(self) -> Mapping[str, Measure]:
+        """The measures of a line: only the first, a mean, of many tasks'."""
+        return dict(list(self.measures.items())[: 1 if len(self.measures) > 4 else None])
+
+    @property
     def items_per_second(self) -> float:
         """Questions or sequences."""
         return self.items / self.seconds if self.seconds else 0.0

@@ -10,7 +10,7 @@ from refocused.system.errors import ConfigError, EvaluationError, local_path
 from refocused.system.strict_json import MalformedError, parse_json_object
 
 PERPLEXITY = "perplexity"
-CORE = "core"  # the bundle of DCLM's tasks, see `core.py`
+CORE, CORE_FILE = "core", "core.yaml"  # the bundle of DCLM's tasks, see `core.py`
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Question:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TaskFile:
-    """A task's name, its form (a key of `FORMS`, or `perplexity`) and its file."""
+    """A task's name, its form (a key of `FORMS`, `perplexity` or `core`) and its file."""
 
     name: str
     form: str
@@ -38,7 +38,8 @@ def find_tasks(requests: Sequence[str], *, data: Path | None) -> list[TaskFile]:
     Args:
         requests: Each is a key of `FORMS`, `perplexity` or `core`, with its files in `data`;
             NAME=FILE, or core=FOLDER; or a FILE: `.jsonl`, whose fields give the form, or `.txt`.
-        data: A folder with `NAME*.jsonl`, perhaps in a folder NAME, and texts as `*.txt`.
+        data: A folder with `NAME*.jsonl`, perhaps in a folder NAME, texts as `*.txt`, and the
+            unpacked bundle of `core`.
 
     Raises:
         ConfigError: A name is unknown, a file is missing, or two tasks have the same name.
@@ -48,15 +49,15 @@ def find_tasks(requests: Sequence[str], *, data: Path | None) -> list[TaskFile]:
     for request in requests:
         name, equals, given = request.partition("=")
         form = {".jsonl": PLAIN, ".txt": PERPLEXITY}.get(Path(name).suffix)
-        if name == CORE and (equals or data is not None):
-            tasks.append(TaskFile(name, name, local_path(given) if equals else Path(data or "")))
-        elif name in known and equals:
-            tasks.append(TaskFile(name, name, _existing(given)))
+        what = "FOLDER" if name == CORE else "FILE"
+        if name in known and equals:
+            file = f"{given}/{CORE_FILE}" if name == CORE else given
+            tasks.append(TaskFile(name, name, _existing(file)))
         elif name in known and data is not None:
             tasks += _in_folder(name, data)
         elif name in known:
             raise ConfigError(
-                f"task {name}: name its file, {name}=FILE, or its folder, --data DIR."
+                f"task {name}: name its {what.lower()}, {name}={what}, or its folder, --data DIR."
             )
         elif equals or form is None:
             files = "" if equals else ", and files: .jsonl, or .txt for perplexity"
@@ -71,17 +72,19 @@ def find_tasks(requests: Sequence[str], *, data: Path | None) -> list[TaskFile]:
 
 
 def _in_folder(name: str, data: Path) -> list[TaskFile]:
-    patterns = ("*.txt", "*/*.txt") if name == PERPLEXITY else (f"{name}*.jsonl", f"{name}/*.jsonl")
+    usual = f"{name}*.jsonl", f"{name}/*.jsonl"
+    special = {PERPLEXITY: ("*.txt", "*/*.txt"), CORE: (CORE_FILE, f"*/{CORE_FILE}")}
+    patterns = special.get(name, usual)
     files = sorted(file for pattern in patterns for file in data.glob(pattern))
     if not files:
         raise ConfigError(
-            f"task {name}: {data} holds no {' and no '.join(patterns)}. Name the file: {name}=FILE."
+            f"task {name}: {data} holds no {' and no '.join(patterns)}. Name it: {name}=PATH."
         )
     if name == PERPLEXITY:
         return [TaskFile(file.stem, PERPLEXITY, file) for file in files]
     if len(files) > 1:
         there = ", ".join(map(str, files))
-        raise ConfigError(f"task {name}: which of {there} is meant? Name it: {name}=FILE.")
+        raise ConfigError(f"task {name}: which of {there} is meant? Name it: {name}=PATH.")
     return [TaskFile(name, name, files[0])]
 
 
@@ -139,13 +142,13 @@ def _hellaswag(item: Item) -> Question:
     is; the harness would capitalize the second half.
     """
     if "ctx_a" in item and "ctx_b" in item:
-        context = f"{_text(item, 'ctx_a')} {_text(item, 'ctx_b').capitalize()}"
+        context = f"{text_of(item, 'ctx_a')} {text_of(item, 'ctx_b').capitalize()}"
     else:
-        context = _text(item, "ctx")
+        context = text_of(item, "ctx")
     if "activity_label" in item:
-        context = f"{_text(item, 'activity_label')}: {context}"
-    endings = tuple(_without_markup(ending) for ending in _texts(item, "endings"))
-    return _choice(_without_markup(context), endings, _label(item, "label", choices=len(endings)))
+        context = f"{text_of(item, 'activity_label')}: {context}"
+    endings = tuple(_without_markup(ending) for ending in texts_of(item, "endings"))
+    return _choice(_without_markup(context), endings, label_of(item, "label", choices=len(endings)))
 
 
 def _without_markup(text: str) -> str:
@@ -157,16 +160,16 @@ def _without_markup(text: str) -> str:
 
 
 def _piqa(item: Item) -> Question:
-    context = f"Question: {_text(item, 'goal')}\nAnswer:"
-    endings = (_text(item, "sol1"), _text(item, "sol2"))
-    return _choice(context, endings, _label(item, "label", choices=2))
+    context = f"Question: {text_of(item, 'goal')}\nAnswer:"
+    endings = (text_of(item, "sol1"), text_of(item, "sol2"))
+    return _choice(context, endings, label_of(item, "label", choices=2))
 
 
 def _arc(item: Item) -> Question:
     """Read an item as AI2 published it, or as the table on the hub has it."""
     question = item.get("question")
     question = question if isinstance(question, dict) else {**item, "stem": question}
-    context = f"Question: {_text(question, 'stem')}\nAnswer:"
+    context = f"Question: {text_of(question, 'stem')}\nAnswer:"
     choices = question.get("choices")
     if isinstance(choices, dict):
         texts, labels = choices.get("text"), choices.get("label")
@@ -174,35 +177,35 @@ def _arc(item: Item) -> Question:
         texts, labels = ([choice.get(name) for choice in choices] for name in ("text", "label"))
     else:
         raise ValueError("its `choices` are no texts with labels.")
-    endings, key = _texts({"choices": texts}, "choices"), item.get("answerKey")
+    endings, key = texts_of({"choices": texts}, "choices"), item.get("answerKey")
     if not isinstance(labels, list) or len(labels) != len(endings) or key not in labels:
         raise ValueError(f"its answerKey is {key!r}; expected one of its labels {labels!r}.")
     return _choice(context, endings, labels.index(key))
 
 
 def _continued(item: Item) -> Question:
-    context, rest = _text(item, "context"), _text(item, "continuation")
+    context, rest = text_of(item, "context"), text_of(item, "continuation")
     if not rest.strip():
         raise ValueError("its continuation is empty.")
     return Question(context.removesuffix(" "), (rest.removeprefix(" "),), 0)
 
 
 def _queried(item: Item) -> Question:
-    endings = _texts(item, "choices")
-    answer = _label(item, "gold", choices=len(endings))
-    return _choice(_text(item, "query").removesuffix(" "), endings, answer)
+    endings = texts_of(item, "choices")
+    answer = label_of(item, "gold", choices=len(endings))
+    return _choice(text_of(item, "query").removesuffix(" "), endings, answer)
 
 
 def _lambada(item: Item) -> Question:
-    context, space, last = _text(item, "text").rpartition(" ")
+    context, space, last = text_of(item, "text").rpartition(" ")
     if not (space and context.strip() and last.strip()):
         raise ValueError("its text has no last word that follows others after a space.")
     return Question(context, (last,), 0)
 
 
 def _plain(item: Item) -> Question:
-    endings = _texts(item, "endings")
-    return _choice(_text(item, "ctx"), endings, _label(item, "label", choices=len(endings)))
+    endings = texts_of(item, "endings")
+    return _choice(text_of(item, "ctx"), endings, label_of(item, "label", choices=len(endings)))
 
 
 def _choice(context: str, endings: tuple[str, ...], answer: int) -> Question:
@@ -211,7 +214,8 @@ def _choice(context: str, endings: tuple[str, ...], answer: int) -> Question:
     return Question(context, endings, answer)
 
 
-def _texts(item: Item, name: str) -> tuple[str, ...]:
+def texts_of(item: Item, name: str) -> tuple[str, ...]:
+    """Return a list of at least two texts; raise ValueError with what is wrong, as all readers."""
     texts = item.get(name)
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         raise ValueError(f"it has no list of texts `{name}`.")
@@ -220,14 +224,16 @@ def _texts(item: Item, name: str) -> tuple[str, ...]:
     return tuple(texts)
 
 
-def _text(item: Item, name: str) -> str:
+def text_of(item: Item, name: str) -> str:
+    """Return a text."""
     value = item.get(name)
     if not isinstance(value, str):
         raise ValueError(f"it has no text `{name}`.")
     return value
 
 
-def _label(item: Item, name: str, *, choices: int) -> int:
+def label_of(item: Item, name: str, *, choices: int) -> int:
+    """Return the number of the right choice, also from a text of digits."""
     label = item.get(name)
     if isinstance(label, str) and label.isdecimal():
         label = int(label)

@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 from commands.trained_run import RUN, write_run, write_settings
+from evaluate.core_bundle import write_bundle
 
 from refocused.checkpoints.step.checkpoint_manifest import MANIFEST
 from refocused.commands.main import run_command
 from refocused.commands.run_measured import measure
 from refocused.estimate.run_cost import DISK_BYTES_PER_SECOND, START_UP_SECONDS
+from refocused.evaluate.core import read_bundle
 
 main = functools.partial(run_command, "estimate_cost")
 MEASURED = ("--measured", "one", "--per-hour", "36", "--budget", "18")
@@ -84,6 +86,21 @@ def test_tasks_and_samples_are_counted(capsys):
     Path("mine.jsonl").write_text("{}\n")
     assert main(["--config", RUN, *settings, "data.tokenizer=hub:any/model"]) == 1
     assert "mine.jsonl:1: it has no list of texts `endings`" in capsys.readouterr().err
+
+
+def test_the_bundle_of_core_is_counted(capsys, tmp_path):
+    bundle = write_bundle(tmp_path / "bundle")
+    settings = [f"evaluation.tasks=[core={bundle.parent}, gone.jsonl]", "evaluation.task_items=6"]
+    tasks = estimated(capsys, "--config", RUN, *settings, "data.tokenizer=bytes")["tasks"]
+    texts = [
+        text
+        for task in read_bundle(bundle, limit=6)
+        for prompts in task.scored_prompts()
+        for text in prompts
+    ]
+    (counted,) = tasks["counted"]
+    assert list(counted.values()) == ["core", 5 * 6, sum(map(len, texts))]
+    assert tasks["missing"] == ["gone.jsonl"]
 
 
 def test_offers_are_of_the_same_gpu_and_the_cheapest_comes_first(capsys):

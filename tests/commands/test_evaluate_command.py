@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from evaluate.core_bundle import ANSWERS, TASKS, write_bundle
 from evaluate.harness import CONTEXT, MODELS, SCORES
 from ranks import ForkedRanks
 from safetensors.torch import load_file, save_file
@@ -37,6 +38,7 @@ def models(tmp_path_factory):
             (folder / f"{form}_test.jsonl").write_text(lines)
     (folder / "story.txt").write_text(ON_FILE["items"]["perplexity"][0]["text"])
     (folder / "quiz.jsonl").write_text((json.dumps(ITEM) + "\n") * 3)
+    write_bundle(folder / "eval_bundle")
     (folder / "broken.jsonl").write_text("{")
     return folder
 
@@ -137,6 +139,24 @@ def test_scores_over_the_steps_of_one_run_are_a_curve(tmp_path):
     assert steps_of_one_run({"a": one, "b": later}) == {"a": 10, "b": 30}
     assert steps_of_one_run({"a": one, "b": other}) == {}
     assert steps_of_one_run({"a": one, "b": Evaluated({}, [])}) == {}
+
+
+def test_core_prints_its_mean_and_a_line_for_each_task(models, capsys):
+    on_file = json.loads(ANSWERS.read_text())["bytes"]
+    tasks = ("--tasks", "core", "--data", models)
+    measured = json.loads(evaluate(capsys, models / "bytes", *tasks, "--json"))["tasks"]["core"]
+    assert measured["items"] == 5 * 24
+    shares = {label: answers.count("1") / 24 for label, answers in on_file.items()}
+    for label, share in shares.items():
+        assert measured[label]["value"] == pytest.approx(share)
+    chances = {label: baseline / 100 for label, *_, baseline in TASKS}
+    centred = [(share - chances[label]) / (1 - chances[label]) for label, share in shares.items()]
+    assert measured["CORE"]["value"] == pytest.approx(sum(centred) / 5)
+    _, line, *below = evaluate(capsys, models / "bytes", *tasks).splitlines()
+    assert line.startswith(f"core     120 items  CORE {sum(centred) / 5:.4f} +- 0.")
+    assert [text.split()[:2] for text in below] == [[k, f"{v:.4f}"] for k, v in shares.items()]
+    told = compare(capsys, models / "bytes", *tasks).splitlines()
+    assert told[0].split("  ")[-1].strip() == "core CORE" and len(told) == 2
 
 
 def on_two_ranks(folder, *arguments):

@@ -18,9 +18,10 @@ import torch
 from evaluate.harness import MODELS, WORDS
 
 from refocused.evaluate.continuations import Encoder, score_all
-from refocused.evaluate.core import CoreTask, outcomes, prepare_tasks, read_bundle
+from refocused.evaluate.core import CoreTask, encode_items, outcomes, read_bundle
 from refocused.evaluate.load_model import load_model
 from refocused.evaluate.score_model import NetworkScorer
+from refocused.evaluate.tasks import CORE_FILE
 from refocused.system.world import World
 
 ANSWERS = Path(__file__).with_name("core_answers.json")
@@ -36,7 +37,10 @@ TASKS = [
 
 
 def write_bundle(folder: Path) -> Path:
-    """Write a bundle in the published format, from words that the models of the tests know."""
+    """Write a bundle in the published format, from words that the models of the tests know.
+
+    Returns its `core.yaml`.
+    """
     draw = random.Random(11)
 
     def words(most: int, least: int = 1) -> str:
@@ -71,26 +75,27 @@ def write_bundle(folder: Path) -> Path:
         }
         for label, kind, shown, delimiter, _ in TASKS
     ]
-    (folder / "core.yaml").write_text(json.dumps({"icl_tasks": tasks}))
+    (folder / CORE_FILE).write_text(json.dumps({"icl_tasks": tasks}))
     with (folder / "eval_meta_data.csv").open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["Eval Task", "Task Category", "Random baseline"])
         writer.writerows([label, "made up", baseline] for label, *_, baseline in TASKS)
-    return folder
+    return folder / CORE_FILE
 
 
 def ours(network: Any, tokenizer: Any, tasks: list[CoreTask], context: int) -> dict[str, str]:
     """Return our answers by task, one character an item: 1 is right."""
     encoder = Encoder(tokenizer, context_tokens=context, vocabulary=network.config.vocab_size)
-    answered, continuations, skipped = prepare_tasks("core", tasks, encoder)
-    assert not skipped
-    scored = score_all(continuations, NetworkScorer(network), rows=16, world=World())
-    assert scored is not None
-    scores = iter(scored)
-    return {
-        task.label: "".join(str(int(right)) for right in outcomes(answers, scores))
-        for task, answers in answered
-    }
+    answers = {}
+    for task in tasks:
+        items = encode_items(task, encoder)
+        assert len(items) == len(task.items), f"{task.label}: an item cannot be scored"
+        continuations = [choice for _, choices in items for choice in choices]
+        scored = score_all(continuations, NetworkScorer(network), rows=16, world=World())
+        assert scored is not None
+        right = outcomes(items, iter(scored))
+        answers[task.label] = "".join(str(int(item)) for item in right)
+    return answers
 
 
 def nanochats(network: Any, tokenizer: Any, tasks: list[CoreTask], context: int) -> dict[str, str]:
@@ -133,13 +138,13 @@ def main() -> None:
         import tempfile
 
         with tempfile.TemporaryDirectory() as folder:
-            tasks = read_bundle(write_bundle(Path(folder) / "bundle"))
+            tasks = read_bundle(write_bundle(Path(folder)))
         answers = {name: nanochats(*make(), tasks, CONTEXT) for name, make in MODELS.items()}
         ANSWERS.write_text(json.dumps(answers, indent=1) + "\n")
         return
     bundle, model, *limit = rest
     loaded = load_model(Path(model), dtype="fp32")
-    tasks = read_bundle(Path(bundle), limit=int(limit[0]) if limit else None)
+    tasks = read_bundle(Path(bundle) / CORE_FILE, limit=int(limit[0]) if limit else None)
     context = loaded.trained_length or loaded.network.config.max_position_embeddings
     both = [
         answer(loaded.network, loaded.tokenizer, tasks, context) for answer in (ours, nanochats)

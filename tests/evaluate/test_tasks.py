@@ -137,7 +137,8 @@ def names(tasks):
 
 
 def test_tasks_are_found_by_name_by_file_and_in_a_folder(tmp_path):
-    for name in ("hellaswag_val.jsonl", "lambada/test.jsonl", "wiki.txt", "more/play.txt"):
+    files = ("hellaswag_val.jsonl", "lambada/test.jsonl", "wiki.txt", "more/play.txt")
+    for name in (*files, "eval_bundle/core.yaml"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("x")
     found = find_tasks(["hellaswag", "lambada", "perplexity"], data=tmp_path)
@@ -147,6 +148,10 @@ def test_tasks_are_found_by_name_by_file_and_in_a_folder(tmp_path):
         ("play", "perplexity", "play.txt"),
         ("wiki", "perplexity", "wiki.txt"),
     ]
+    bundle = [("core", "core", "core.yaml")]
+    assert names(find_tasks([f"core={tmp_path}/eval_bundle"], data=None)) == bundle
+    assert names(find_tasks(["core"], data=tmp_path)) == bundle
+    assert names(find_tasks(["core"], data=tmp_path / "eval_bundle")) == bundle
     file = tmp_path / "hellaswag_val.jsonl"
     assert names(find_tasks([f"piqa={file}", str(file)], data=None)) == [
         ("piqa", "piqa", "hellaswag_val.jsonl"),
@@ -161,6 +166,8 @@ def test_tasks_are_found_by_name_by_file_and_in_a_folder(tmp_path):
         (["arc=x.jsonl"], "task 'arc' is unknown"),
         (["piqa=none.jsonl"], r"none\.jsonl: there is no such file"),
         (["none.txt"], r"none\.txt: there is no such file"),
+        (["core=none"], r"none/core\.yaml: there is no such file"),
+        (["core"], r"holds no core\.yaml and no \*/core\.yaml. Name it: core=PATH"),
         (["piqa"], r"holds no piqa\*\.jsonl and no piqa/\*\.jsonl"),
         (["lambada"], r"which of .*lambada_a\.jsonl, .*lambada_b\.jsonl is meant"),
         (["a.txt", "a.txt"], "a is there twice"),
@@ -174,3 +181,5 @@ def test_a_missing_task_is_rejected(tmp_path, monkeypatch, requests, message):
         find_tasks(requests, data=tmp_path)
     with pytest.raises(ConfigError, match="task piqa: name its file, piqa=FILE"):
         find_tasks(["piqa"], data=None)
+    with pytest.raises(ConfigError, match="task core: name its folder, core=FOLDER"):
+        find_tasks(["core"], data=None)

@@ -137,6 +137,8 @@ def test_unusable_tasks_and_prompts_are_rejected(tmp_path):
         built(tasks=[str(file)])
     with pytest.raises(ConfigError, match=r"evaluation\.tasks: .*none\.jsonl: there is no such"):
         built(tasks=["hellaswag=none.jsonl"])
+    with pytest.raises(ConfigError, match=r"evaluation\.tasks: none/core\.yaml: there is no such"):
+        built(tasks=["core=none"])
     with pytest.raises(RefocusedError, match="has no token of data"):
         built({"tokenizer": str(words)}, sample_prompt=" ")
     with pytest.raises(RefocusedError, match="has no token of data"):

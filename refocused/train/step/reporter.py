@@ -394,7 +394,7 @@ def sources_record(values: Mapping[str, object]) -> dict[str, object]:
 def scores_text(result: TaskResult) -> str:
     """Return the scores on a task for a log line."""
     text = result.task
-    for name, measure in result.measures.items():
+    for name, measure in result.in_line.items():
         error = measure.standard_error
         text += f" {name} {measure.value:.4f}" + ("" if error is None else f" +- {error:.4f}")
     skipped = f", {result.skipped:,} skipped" if result.skipped else ""
