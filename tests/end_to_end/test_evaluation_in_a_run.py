@@ -3,10 +3,12 @@
 import json
 import math
 import random
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from evaluate.core_bundle import write_bundle
 from ranks import ForkedRanks, train
 from tiny import log_lines, tiny_run
 
@@ -23,7 +25,7 @@ SETTINGS = (
     "evaluation.sample_interval=2",
     "evaluation.sample_tokens=3",
     "evaluation.sample_prompt=def",
-    "evaluation.tasks=[multiple_choice=quiz.jsonl, lambada=words.jsonl]",
+    "evaluation.tasks=[multiple_choice=quiz.jsonl, lambada=words.jsonl, core=bundle]",
 )
 
 
@@ -41,6 +43,7 @@ def write_tasks(folder: Path) -> None:
     for name, rows in (("quiz", quiz), ("words", words)):
         lines = "".join(json.dumps(row) + "\n" for row in rows)
         (folder / f"{name}.jsonl").write_text(lines)
+    write_bundle(folder / "bundle")
 
 
 def records(folder: Path, kind: str, *, file: str = "training_metrics") -> list[dict[str, Any]]:
@@ -62,11 +65,12 @@ def test_tasks_and_samples_of_a_run_under_zero_3(
     assert all(record["sample"].startswith("def") for record in samples)
     assert "tasks      3 multiple_choice acc 0." in ended.out[0]
     assert "(7 items)" in ended.out[0]
+    assert re.search(r"core CORE -?0\.\d+ \+- 0\.\d+ \(35 items\)", ended.out[0])
     validations = records(tmp_path, "validation")
     assert [record["step"] for record in validations] == [6]
 
     monkeypatch.chdir(tmp_path)
-    tasks = "multiple_choice=quiz.jsonl,lambada=words.jsonl"
+    tasks = "multiple_choice=quiz.jsonl,lambada=words.jsonl,core=bundle"
     arguments = ["tiny", "--tasks", tasks, "--limit", "7", "--device", "cpu", "--json"]
     assert run_command("evaluate", arguments) == 0
     after = json.loads(capsys.readouterr().out)
