@@ -200,10 +200,9 @@ class Engine:
             return self._loss(input_ids, labels)
 
     def label_losses(self, input_ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the loss of each label of a batch, and the labels; see `CausalLM.forward`."""
+        """Return the loss of each label of a batch, and the labels; see `CausalLM.loss`."""
         input_ids, labels = self._on_device(input_ids, labels)
         with self._evaluating():
-            # By the root module: ZeRO-3 would forget the order in which it fetches parameters.
             losses: Tensor = self._engine(input_ids, labels, of_each=True)
         group = self._engine.module.sequence
         return losses, labels if group is None else group.own(labels)
@@ -229,7 +228,7 @@ class Engine:
     def next_token_logits(self, input_ids: Tensor) -> Tensor:
         """Return the logits `[B, V]` after the last token of each sequence."""
         with self._evaluating():
-            logits: Tensor = self._engine.module.logits(input_ids.to(self._device), last=1)
+            logits: Tensor = self._engine(input_ids.to(self._device), compute="logits", last=1)
         return logits[:, 0].float()
 
     def label_scores(
@@ -237,10 +236,13 @@ class Engine:
     ) -> tuple[Tensor, Tensor]:
         """Score the labels; see `CausalLM.label_scores`."""
         with self._evaluating():
-            found: tuple[Tensor, Tensor] = self._engine.module.label_scores(
-                input_ids.to(self._device), labels.to(self._device), vocabulary=vocabulary
+            scores: tuple[Tensor, Tensor] = self._engine(
+                input_ids.to(self._device),
+                labels.to(self._device),
+                compute="label_scores",
+                vocabulary=vocabulary,
             )
-        return found
+        return scores
 
     @contextlib.contextmanager
     def _evaluating(self) -> Iterator[None]:

@@ -16,14 +16,14 @@ NETWORK_PREFIX = "network."  # of the parameters of `CausalLM`, before transform
 
 
 class CausalLM(nn.Module):
-    """A causal language model: `forward` returns the loss, `logits` the predictions.
+    """A causal language model: `loss` is what it is trained on, `logits` are its predictions.
 
     Attributes:
         network: The transformers model, with a `LossHead`. It has transformers' parameter names,
             so that `network.save_pretrained` writes an ordinary checkpoint.
         block_shape: `(B, T)` of the passes that mask documents by FlexAttention; other shapes use a
             dense mask. None: all do.
-        sequence: The ranks that share the tokens of `forward`. None: each has sequences of its own.
+        sequence: The ranks that share the tokens of `loss`. None: each has sequences of its own.
     """
 
     block_shape: tuple[int, int] | None = None
@@ -55,7 +55,15 @@ class CausalLM(nn.Module):
         )
         self.network = network
 
-    def forward(self, input_ids: Tensor, labels: Tensor, *, of_each: bool = False) -> Tensor:
+    def forward(self, *inputs: Tensor, compute: str = "loss", **options: Any) -> Any:
+        """Return what a method of this class computes: `loss`, `logits` or `label_scores`.
+
+        Under ZeRO-3 call these through here: by the hooks of this module DeepSpeed sees where a
+        pass begins and ends. Otherwise it forgets the order in which it fetches parameters ahead.
+        """
+        return getattr(self, compute)(*inputs, **options)
+
+    def loss(self, input_ids: Tensor, labels: Tensor, *, of_each: bool = False) -> Tensor:
         """Return the mean cross-entropy `[]` of tokens `[B, T]` and the next tokens `[B, T]`.
 
         Labels of -100 are not counted. If ranks share the sequences, all of them pass all tokens

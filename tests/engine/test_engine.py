@@ -179,14 +179,15 @@ def look_without_training(case, world):
         passes.append(engine.accumulate(inputs, labels).item())
         validations.append(engine.validation_loss(inputs, labels).item())
     losses, marked = engine.label_losses(inputs, labels)
-    is_known = True
-    if case.stage == 3:
-        zero = engine._engine.optimizer.parameter_offload
-        is_known = zero.get_param_coordinator().is_complete_trace()
+    engine.label_scores(inputs, labels, vocabulary=VOCABULARY)
     predicted = engine.next_token_logits(inputs)
     with engine.weights_gathered():
         held = [engine.next_token_logits(inputs) for _ in range(2)]
     validations.append(engine.validation_loss(inputs, labels).item())
+    is_known = True
+    if case.stage == 3:
+        zero = engine._engine.optimizer.parameter_offload
+        is_known = zero.get_param_coordinator().is_complete_trace()
     engine.update(1e-3)
     plain = build(case.family).eval()
     with torch.no_grad():
