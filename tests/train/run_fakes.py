@@ -273,7 +273,7 @@ def config_of(**sections: Any) -> Any:
         | {"time_limit_hours": None},
         "schedule": {"warmup_steps": 0},
         "cost": {"budget_usd": None, "per_hour_usd": None},
-        "model": {"vocabulary_multiple": 128},
+        "model": {"vocabulary_multiple": 128, "embedding_std": None, "head_std": None},
         "checkpoint": CheckpointConfig(),
     }
     for name, section in sections.items():
@@ -319,6 +319,7 @@ def trainer_of(
         vocabulary=500,
         padded_vocabulary=lambda multiple: 512,
         width=1,
+        tied=False,
         settings={"initializer_range": 0.0},
     )
     parts = {"reporter": FakeReporter(log), "saver": FakeSaver(log), "spikes": watch_of(log)}
