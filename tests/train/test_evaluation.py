@@ -22,6 +22,7 @@ from refocused.engine.engine import Engine
 from refocused.evaluate.continuations import Continuation
 from refocused.evaluate.multiple_choice import EncodedTask, measures_of
 from refocused.evaluate.tasks import Question
+from refocused.evaluate.text_samples import TOP_K, TextSampler
 from refocused.system.errors import ConfigError, RefocusedError, ShardError, TrainingError
 from refocused.system.world import World
 from refocused.tokenizers.encoders import TokenizerChoice
@@ -29,8 +30,6 @@ from refocused.tokenizers.tokenizer_json import as_transformers, tokenizer_file
 from refocused.train.lifecycle.resume import check_first_loss
 from refocused.train.lifecycle.trainer import build_texts
 from refocused.train.step.evaluation import (
-    TOP_K,
-    TextSampler,
     ValidationLoss,
     evaluate,
     evaluate_at_start,

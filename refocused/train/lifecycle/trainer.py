@@ -57,6 +57,7 @@ from refocused.evaluate.core import encode_task
 from refocused.evaluate.final_model import prepare_final_model
 from refocused.evaluate.multiple_choice import EncodedTask
 from refocused.evaluate.tasks import find_tasks
+from refocused.evaluate.text_samples import TextSampler
 from refocused.metrics.history import METRICS_FILE
 from refocused.metrics.jsonl import number, read_json
 from refocused.metrics.meter import Meter, forecast
@@ -112,7 +113,6 @@ from refocused.train.lifecycle.run_folder import (
     writing,
 )
 from refocused.train.lifecycle.session import Session
-from refocused.train.step.evaluation import TextSampler
 from refocused.train.step.garbage_collection import keep_freed_memory, quick_imports
 from refocused.train.step.guards import explaining_lack_of_memory, fetch_together
 from refocused.train.step.loop import Trainer
@@ -693,8 +693,9 @@ def build_texts(
         )
         sizes = byte_lengths(tokenizer, vocabulary=vocabulary, ends=ends)
         if sizes is None:
-            text = "  tokens   bits per byte are unknown: the ids of %s are not pieces of a text"
-            logger.info(text, choice.name)
+            logger.info(
+                "  tokens   bits per byte unknown: ids of %s are no pieces of text", choice.name
+            )
         if choice.name not in VOCABULARIES:  # of which each has but one
             logger.info("  tokens   texts end with %s", tokenizer.eos_token)
         return content, tokenizer.eos_token_id, sizes
@@ -722,10 +723,8 @@ def build_texts(
         with tokenizer_errors(TOKENIZER_FILE):
             ids = tokenizer(prompt)["input_ids"]
         if not ids:
-            raise ConfigError(
-                f"evaluation.sample_prompt {prompt!r} has no token of data.tokenizer. Write a "
-                "prompt of its words."
-            )
+            text = f"evaluation.sample_prompt {prompt!r} has no token of data.tokenizer. Write a "
+            raise ConfigError(f"{text}prompt of its words.")
     tokens, temperature = evaluation.sample_tokens, evaluation.sample_temperature
     sampler = TextSampler(tokenizer, prompts, tokens, context_tokens, config.run.seed, temperature)
     return files, sizes, tasks, sampler

@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     from refocused.engine.engine import Engine
     from refocused.engine.schedule import RatePlan
     from refocused.evaluate.multiple_choice import EncodedTask
+    from refocused.evaluate.text_samples import TextSampler
     from refocused.metrics.meter import Meter
     from refocused.system.logs import ProgressBar
     from refocused.system.world import World
-    from refocused.train.step.evaluation import TextSampler
     from refocused.train.step.profile import StepProfiler
     from refocused.train.step.reporter import Reporter
     from refocused.train.step.saver import Saver
