@@ -112,7 +112,7 @@ def engine_that_raises(text):
         raise Exception(text)
 
     fake = SimpleNamespace(
-        optimizer=SimpleNamespace(param_groups=[{}], loss_scale=1.0),
+        optimizer=SimpleNamespace(param_groups=[], loss_scale=1.0),
         step=step,
         _copy_recovery_script=lambda folder: None,
         fp16_enabled=lambda: False,
