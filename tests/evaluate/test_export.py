@@ -143,7 +143,8 @@ def test_an_export_has_its_tokenizer_its_card_and_the_length_of_training(saved, 
     card = (out / "README.md").read_text()
     assert "llama.cpp's converter refuses the tokenizer WordLevel" in card
     for fact in (
-        *("sample, step 2", "2,048 trained on", "f00d", "4.2500 (perplexity 70.11)"),
+        *("sample, step 2", "2,048 trained on", "f00d"),
+        "4.2500 (perplexity 70.11, 1.5000 bits per byte)",
         "| context | trained on 16 tokens at once, of 33 that it takes |",
         "| time | 1.00 h until this step was saved |\n| cost | $2.50 until this step was saved |",
     ):
