@@ -39,13 +39,14 @@ def test_ctrl_c_saves_and_the_same_command_continues(tmp_path: Path) -> None:
     given = ["--data", "texts.jsonl", *SHORT, "run.steps=2000", "evaluation.interval=0"]
     running = started(tmp_path, given)
     until(lambda: "\nstep " in (tmp_path / "log").read_text(), seconds=300)
+    processes = psutil.Process(running.pid).children(recursive=True)
     running.send_signal(signal.SIGINT)
     assert running.wait(120) == 130
     text = (tmp_path / "log").read_text()
     hint = "hint: Stopped in stage training (finished: tokenizer, shards). The same command "
     assert f"{hint}continues: refocused speedrun --data texts.jsonl" in text
     (saved,) = re.findall(r"^done  step (\d+) of", text, re.M)
-    until(lambda: not psutil.Process().children(recursive=True), seconds=60)
+    assert psutil.wait_procs(processes, timeout=60)[1] == []
     running = started(tmp_path, given)
     until(lambda: "\nstep " in (tmp_path / "log").read_text(), seconds=300)
     (first, *_) = re.findall(r"^step +([\d,]+)/", (tmp_path / "log").read_text(), re.M)
