@@ -24,6 +24,9 @@ OptimizerKind = Literal["adamw", "muon"]
 # Parameters with a peak rate of their own, `optimizer.ROLE_lr`; `matrix`: those that Muon updates.
 Role = Literal["matrix", "embedding", "head", "scalar"]
 ROLES: tuple[Role, ...] = get_args(Role)
+# Gives Muon's update the root mean square of AdamW's, so that one learning rate serves both (Liu et
+# al. 2025, Muon is scalable for LLM training, 2.2).
+RMS_OF_ADAMW = 0.2
 DECAY_FRACTION = 0.2  # Hägele et al. 2024: as good as a cosine of the same length
 
 

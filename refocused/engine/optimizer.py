@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from refocused.config.optimization import OptimizerConfig
+from refocused.config.optimization import RMS_OF_ADAMW, OptimizerConfig
 from refocused.engine.zero_layout import OUTPUT_MOMENTS, flat_groups
 from refocused.system.errors import ConfigError
 from refocused.system.hardware import BF16_FLAGS, cpu_flags
@@ -30,9 +30,6 @@ MOMENT_DECAY = 0.95  # of the outputs' second moments (Li et al. 2025, NorMuon)
 ITERATIONS = 5
 # Of the quintic iteration (Jordan et al.): fast, with singular values within 0.7-1.2 at the end.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-# Gives the update the root mean square of AdamW's, so that one learning rate serves both (Liu et
-# al. 2025, Muon is scalable for LLM training, 2.2).
-RMS_OF_ADAMW = 0.2
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

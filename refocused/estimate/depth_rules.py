@@ -10,13 +10,13 @@ import math
 from typing import Any
 
 from refocused.config import shipped_files
+from refocused.config.optimization import RMS_OF_ADAMW
 
 HEAD_WIDTH, WIDTH_A_LAYER = 128, 64
 REFERENCE_DEPTH, REFERENCE_WIDTH, REFERENCE_BATCH = 12, 768, 2**19  # tokens of a step
 TOKENS_A_PARAMETER = 12  # of matrices and head
 BATCH_POWER = 0.383  # Bergsma et al. 2025, Power Lines (arXiv 2505.13738)
 MATRIX_LR, MATRIX_DECAY, EMBEDDING_LR, HEAD_LR = 0.02, 0.28, 0.3, 0.008
-RMS_OF_ADAMW = 0.2  # of our updates by Muon: see `engine/optimizer.py`
 
 Rules = dict[str, tuple[Any, str]]  # by setting: its value, and the rule that it follows from
 

@@ -302,12 +302,8 @@ def stages_of(run: SizedRun, arguments: argparse.Namespace) -> list[Stage]:
     from refocused.prepare.texts.text_inputs import find_inputs
     from refocused.tokenizers.encoders import TokenizerChoice, open_tokenizer
 
-    out, config, vocabulary, stages = (
-        arguments.out,
-        run.loaded.config,
-        run.vocabulary,
-        list[Stage](),
-    )
+    out, config, vocabulary = arguments.out, run.loaded.config, run.vocabulary
+    stages = list[Stage]()
 
     def named(*content: object) -> str:
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:6]
@@ -359,7 +355,7 @@ def stages_of(run: SizedRun, arguments: argparse.Namespace) -> list[Stage]:
     if not arguments.dry_run:
         write_run(out, name, run.model, run.settings, **others, **{"model.vocabulary": "auto"})
     words = ["launch", "--config", str(out / f"{name}.yaml"), *arguments.overrides]
-    is_named = any(words.startswith("run.name=") for words in arguments.overrides)
+    is_named = any(setting.startswith("run.name=") for setting in arguments.overrides)
     folder = Path(config.run.directory, config.run.name if is_named else name)
     stages.append(("training", words, folder, lambda: is_finished(folder, config)))
     return stages
