@@ -202,7 +202,7 @@ def test_the_blocks_run_as_they_are_printed(copy: Copy) -> None:
     printed = copy.run(f"{SPEEDRUN} {FEWER_STEPS}")
     copy.run(f"{TRAIN} {FEWER_STEPS}")
     there = {*labels(printed)}
-    of_samples = {"This", "NumPy", "corout"}  # what a model writes
+    of_samples = {"This", "ratex", "quotingular"}  # what a model writes
     missing = [name for name in labels(screen.text) if name not in (*there, *of_samples)]
     assert missing == [], printed  # the lines of the README, in its order
 
