@@ -24,6 +24,7 @@ from refocused.config.yaml_source import parse_yaml
 NEEDS = {
     "./launch/setup_environment.sh": r"--num_gpus \d+ .*gs://.*--gcs-credentials",
     "./launch/doctor.py --config llama_1b_8xh100 --gcs-credentials key.json \\": "gs://",
+    "./launch/evaluate.py best --run runs/demo --tasks core=eval_bundle --limit 500": "eval_bundle",
     ".venv/bin/deepspeed --hostfile FILE launch/train.py --config NAME": "--hostfile",
     "./launch/train.sh --config resonance_32k_small data.source=gs://my-bucket/tokens": "gs://",
     'OPTIONS="--tokenizer gpt2 --bpe-folder /shared/bpe"': "srun .*RAY_ADDRESS=",
@@ -145,9 +146,9 @@ def copy(tmp_path: Path) -> Copy:
         (path / name).write_text(f"#!/bin/sh\necho '{name}: command not found' >&2\nexit 127\n")
         (path / name).chmod(0o755)
     copied = Copy(folder, path)
-    # As setup_environment.sh leaves it, which would install everything otherwise.
+    # As setup_environment.sh --test leaves it, which would install into this environment otherwise.
     wanted = 'echo "$(cat requirements_training.txt pyproject.toml | cksum) $(python3 --version)"'
-    copied.run(f"{wanted} > .venv/.installed")
+    copied.run(f"{wanted} > '.venv/.installed[test]'")
     place_files(folder)
     return copied
 
@@ -199,6 +200,7 @@ def documented(run: Path) -> None:
 def test_the_blocks_run_as_they_are_printed(copy: Copy) -> None:
     demonstration, screen, *others = (block for block in blocks() if block.first_line not in NEEDS)
     assert re.findall(r"^\S+", demonstration.commands, re.M) == [SPEEDRUN, TEST]
+    assert not any(TEST in block.commands for block in others)  # the suite that this is part of
     printed = copy.run(f"{SPEEDRUN} {FEWER_STEPS}")
     copy.run(f"{TRAIN} {FEWER_STEPS}")
     there = {*labels(printed)}

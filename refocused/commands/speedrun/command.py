@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 from refocused.commands.arguments import Parser, add_overrides
 from refocused.commands.output import count, positive, table
-from refocused.estimate.depth_rules import Rules, derive, model_of
 from refocused.system.errors import ConfigError, ExitCode, RefocusedError, as_typed
 from refocused.system.logs import print_message
 from refocused.system.number_text import duration
@@ -25,6 +24,7 @@ from refocused.system.number_text import duration
 if TYPE_CHECKING:
     from refocused.config.load_run import LoadedRun
     from refocused.config.run_config import RunConfig
+    from refocused.estimate.depth_rules import Rules
 
 DEPTHS = range(2, 41, 2)  # that --budget chooses from
 LARGE_VOCABULARY, SMALL_VOCABULARY = 32_768, 4_096
@@ -245,6 +245,7 @@ def run_of_depth(
 ) -> SizedRun:
     """Return the run of a depth; None: the demonstration."""
     from refocused.config.load_run import load_run
+    from refocused.estimate.depth_rules import derive, model_of
 
     layers = depth or DEMONSTRATION_DEPTH
     vocabulary = vocabulary or (LARGE_VOCABULARY if gpus else SMALL_VOCABULARY)
