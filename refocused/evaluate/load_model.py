@@ -26,6 +26,7 @@ from refocused.models.families import register_families
 from refocused.system.atomic_files import read_regular
 from refocused.system.errors import CheckpointError, ConfigError, RefocusedError, as_typed
 from refocused.system.strict_json import parse_json_object
+from refocused.system.world import settle_vector_math
 from refocused.tokenizers.encoders import TokenizerChoice, settings_file, turn_off_sampling
 from refocused.tokenizers.tokenizer_json import as_transformers, tokenizer_file
 
@@ -176,6 +177,7 @@ def build_network(config: Any, tensors: Mapping[str, Tensor], *, dtype: Dtype) -
     `tensors` holds tied tensors under one name. Tensors of type `dtype` are not copied.
     """
     quiet_transformers()
+    settle_vector_math()
     network = network_class(config).from_pretrained(
         None,
         config=config,
@@ -199,6 +201,7 @@ def load_network(folder: Path, *, dtype: Dtype) -> Any:
 
     quiet_transformers()
     register_families()
+    settle_vector_math()
     # Building a larger model than the files hold would fill the memory.
     parse_json_object(read_regular(folder / "config.json"))  # transformers' reader may recurse
     config = transformers.AutoConfig.from_pretrained(

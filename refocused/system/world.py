@@ -28,6 +28,11 @@ PCI_DEVICES = Path("/sys/bus/pci/devices")
 JOIN_SECONDS = 40.0  # for the ranks of all hosts to start
 ONE_HOST_SECONDS = 180.0  # for those of one host
 GROUP_SECONDS = 7200.0  # longer than any save, download or validation
+# Those that torch's CPU kernels leave to MKL (ATen/cpu/vml.h).
+VECTOR_FUNCTIONS = (
+    *("acos", "asin", "atan", "cos", "erf", "erfc", "erfinv", "exp", "log", "log10", "log2"),
+    *("sin", "sqrt", "tan", "tanh", "trunc"),
+)
 # Kernels answer for busy processes, too: 5 + 15 * 2 s without an answer end an idle connection.
 # TCP_USER_TIMEOUT on gloo's own would also end those of ranks that are too busy to read.
 KEEPALIVE = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 2, socket.TCP_KEEPCNT: 15}
@@ -242,6 +247,7 @@ def join_world(
     gpus = 0 if requested_device == "cpu" else torch.cuda.device_count()
     kind = choose_device(requested_device, local_world_size=alone.local_world_size, gpus=gpus)
     _limit_cores(alone, [_cores_near(gpu) for gpu in range(gpus)] if kind == "cuda" else [])
+    settle_vector_math()
     here = alone.local_world_size
     if here == alone.world_size:  # whose ranks one launcher starts, and may take long to load
         limit_seconds = max(limit_seconds, ONE_HOST_SECONDS)
@@ -323,6 +329,21 @@ def _limit_cores(alone: World, near: Sequence[frozenset[int]]) -> None:
         allowed, sharing = local, near[:sharing].count(near[alone.local_rank])
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(allowed) // max(1, sharing)))
+
+
+def settle_vector_math() -> None:
+    """Let MKL choose its kernel of each elementwise function while one thread calls it.
+
+    It chooses at the first call, and if two threads make that one, the half of one of them may come
+    from a kernel of low accuracy: `cos` is wrong by 1.5e-4 once, so a resume is not exact (torch
+    2.13; pytorch/pytorch issue 188792).
+    """
+    import torch
+
+    for dtype in (torch.float32, torch.float64):
+        one = torch.ones(1, dtype=dtype)
+        for function in VECTOR_FUNCTIONS:
+            getattr(torch, function)(one)
 
 
 def _cores_near(gpu: int) -> frozenset[int]:

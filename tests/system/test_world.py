@@ -1,6 +1,7 @@
 import datetime
 import inspect
 import os
+import re
 import types
 import warnings
 from pathlib import Path
@@ -8,10 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from ranks import on_ranks
 from thread_ranks import on_two_ranks, results
+from torch.utils._python_dispatch import TorchDispatchMode
 from world_ranks import exercise
 
+from refocused.evaluate.load_model import build_network
 from refocused.system import roll_call, world
 from refocused.system.errors import ConfigError, RefocusedError, ShardError
 from refocused.system.world import (
@@ -180,3 +184,38 @@ def test_each_rank_takes_its_gpu_and_its_share_of_the_cores_near_it(
     backends = map(torch.distributed.Backend, ("gloo", "nccl"))
     later = [torch.distributed.distributed_c10d._get_default_timeout(one) for one in backends]
     assert later == [datetime.timedelta(seconds=9000)] * 2
+
+
+class VectorCalls(TorchDispatchMode):
+    """Notes the first call of each elementwise function of a type: its number of elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first: dict[tuple[str, torch.dtype], int] = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        name = function.overloadpacket.__name__
+        if name in world.VECTOR_FUNCTIONS:
+            self.first.setdefault((name, args[0].dtype), args[0].numel())
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("way", ["training", "evaluation"])
+def test_mkl_chooses_its_kernels_while_one_thread_calls_them(
+    joined: list[Any], monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """Of which torch's own header names the functions."""
+    header = Path(torch.__file__).parent / "include" / "ATen" / "cpu" / "vml.h"
+    functions = re.findall(r"^IMPLEMENT_VML_MKL\((\w+),", header.read_text(), re.M)
+    assert len(functions) > 10
+    with VectorCalls() as calls:
+        if way == "training":
+            for name in ("RANK", "LOCAL_RANK"):
+                monkeypatch.setenv(name, "0")
+            monkeypatch.setenv("WORLD_SIZE", "1")
+            join_world("auto", wait_seconds=9)
+        else:
+            config = transformers.GPT2Config(vocab_size=8, n_embd=8, n_layer=1, n_head=1)
+            build_network(config, transformers.GPT2LMHeadModel(config).state_dict(), dtype="fp32")
+    types = (torch.float32, torch.float64)
+    assert calls.first == {(one, dtype): 1 for one in functions for dtype in types}
