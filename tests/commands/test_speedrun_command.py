@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from data.text_samples import random_texts, write_jsonl
+from evaluate.test_origin import hub as hub
 
 from refocused.commands import launch, main
 from refocused.commands.main import run_command
@@ -178,6 +179,8 @@ def test_without_data_the_text_is_of_the_installed_packages(folder, capsys):
     [
         (["--data", "none"], "none: there is no such file or folder. Correct the path."),
         (["--data", "empty"], r"empty: no text files \(.*\) are there\. Correct the path"),
+        (["--data", "hub:me/none"], "hub:me/none: 404 .*Check the name, HF_TOKEN and the conn"),
+        (["--data", "hub:me/pictures"], r"hub:me/pictures: no text files \(.*\) are there\."),
         (["--data", "ftp://x/y"], "ftp://x/y: give a path, gs://bucket/NAME, or hub:DATASET."),
         (["--depth", "40"], "run.device=auto found no GPU on this machine, and 2 ranks would"),
         (["--depth", "40", "run.device=cpu"], "--depth 40: .* GB .*"),
@@ -186,9 +189,12 @@ def test_without_data_the_text_is_of_the_installed_packages(folder, capsys):
         (["batch.global_batch_size=3", "batch.micro_batch_size=2"], "batch.global_batch_size"),
     ],
 )
-def test_bad_input_is_one_sentence_and_leaves_nothing(folder, capsys, monkeypatch, given, message):
+def test_bad_input_is_one_sentence_and_leaves_nothing(
+    folder, capsys, monkeypatch, hub, given, message
+):
     from refocused.system import hardware
 
+    hub["me/pictures"] = {"1.png": b"x"}
     monkeypatch.setattr(hardware, "memory_now", lambda: FreeMemory(8 * 10**9, 8 * 10**9, 0))
     Path("empty").mkdir()
     before = sorted(folder.rglob("*"))

@@ -58,7 +58,9 @@ def test_ctrl_c_saves_and_the_same_command_continues(tmp_path: Path) -> None:
     running.wait(120)
 
 
-@pytest.mark.parametrize(("stage", "kib"), [("start", 4), ("text", 64), ("shards", 64)])
+@pytest.mark.parametrize(
+    ("stage", "kib"), [("start", 4), ("text", 64), ("tokenizer", 8), ("shards", 64)]
+)
 @pytest.mark.timeout(600)
 def test_a_full_disk_in_each_stage_loses_nothing(
     tmp_path: Path,
