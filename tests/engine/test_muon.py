@@ -128,7 +128,8 @@ def test_a_resume_is_bit_for_bit_also_resharded(found, case):
     assert found[case.name]["resumed"] == straight
     if case.stage:
         assert found[case.name]["resharded"] == straight
-        # One rank instead of two, another stage, and of two cases other groups; 8e-4 and 2.5e-3 away without the momentum.
+        # One rank instead of two, another stage, and of two cases other groups; 8e-4 and 2.5e-3
+        # away without the momentum.
         largest = 5e-5 if case.dtype == "fp32" else 6e-4
         assert found[case.name]["on one"] == pytest.approx(straight, abs=largest)
 

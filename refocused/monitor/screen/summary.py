@@ -11,7 +11,7 @@ from statistics import fmean, harmonic_mean
 from typing import Any
 
 from refocused.config.prices import usd_per_million_tokens
-from refocused.metrics.history import MIRROR_FILE, StepMetrics, perplexity
+from refocused.metrics.history import METRICS_FILE, MIRROR_FILE, StepMetrics, perplexity
 from refocused.metrics.jsonl import JsonLinesTail, Record, number, text, whole_number
 from refocused.monitor.readings import AlarmEvent, GpuMinute, read_gpu_minutes
 from refocused.monitor.run_reader import RunView, event_of
@@ -54,7 +54,10 @@ def read_report(folder: Path, view: RunView) -> Report:
     return {
         "name": view.name,
         "status": view.status,
-        "rows": [*_progress(view), *_money(view), *_means(view, gpus), *_counts(view, events)],
+        "rows": [
+            *(*_progress(view), *_scores(JsonLinesTail(folder / METRICS_FILE).records())),
+            *(*_money(view), *_means(view, gpus), *_counts(view, events)),
+        ],
         "troubles": _troubles(events),
         "samples": _samples(events),
         **{
@@ -162,6 +165,24 @@ def _progress(view: RunView) -> Rows:
         if loss is not None:
             words = f"{loss:.4f}, perplexity {perplexity(loss):.2f}"
             rows.append((what, words + known(", {:.4f} bits per byte", bits) + where))
+    return rows
+
+
+def _scores(records: Iterable[Record]) -> Rows:
+    """Return the run's last scores on its tasks."""
+    scored = [record for record in records if record.get("kind") == "tasks"]
+    tasks, rows = scored[-1].get("tasks") if scored else None, []
+    for task, measures in tasks.items() if isinstance(tasks, dict) else ():
+        found = measures.items() if isinstance(measures, dict) else ()
+        words = [
+            f"{name} {measure['value']:.4f}"
+            + known(" +- {:.4f}", number(measure, "standard_error"))
+            for name, measure in found
+            if isinstance(measure, dict) and number(measure, "value") is not None
+        ]
+        if words:
+            step = whole_number(scored[-1], "step")
+            rows.append((task, ", ".join(words) + known(" at step {:,}", step)))
     return rows
 
 
