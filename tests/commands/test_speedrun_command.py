@@ -157,6 +157,13 @@ def test_the_end_shows_scores_dollars_and_where_all_is(folder, capsys, monkeypat
     assert re.search(r"page       file:///\S+/runs/d2-\w{6}/summary\.html", end)
     assert re.search(r"model      runs/d2-\w{6}/final_model", end)
     assert [line.split()[0] for line in end.splitlines()[2:5]] == STAGES
+    Path("mine.jsonl").write_text('{"ctx": "a", "endings": ["b", "c"], "label": 0}\n')
+    stages, text = carried_out(capsys, "evaluation.tasks=[mine.jsonl]")
+    assert stages == [] and re.search(
+        r"^  scores     not yet measured: \S*evaluate\S* runs/d2-\w{6} --tasks mine\.jsonl$",
+        text,
+        re.M,
+    )
 
 
 def test_a_dry_run_writes_nothing(folder, capsys):

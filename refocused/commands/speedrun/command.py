@@ -90,6 +90,7 @@ def run_speedrun(parser: Parser) -> int:
     arguments = parser.read()
     from refocused.commands.main import run_command
     from refocused.config.prices import cost_usd
+    from refocused.evaluate.tasks import find_tasks
     from refocused.metrics.history import METRICS_FILE
     from refocused.metrics.jsonl import JsonLinesTail, number, read_json
 
@@ -137,10 +138,15 @@ def run_speedrun(parser: Parser) -> int:
     if usd is not None and paid is not None:
         money = f"${usd:,.2f} for this command; ${paid:,.2f} for all sessions of the run"
     results.append(f"  dollars    {money}")
+    scored = dict[str, Any]()  # by its last steps
     for record in JsonLinesTail(makes / METRICS_FILE).records():
-        if record.get("kind") == "tasks" and "core" in record["tasks"]:
-            score = record["tasks"]["core"]["core"]["value"]
-            results.append(f"  CORE       {score:.4f} (GPT-2: {GPT2_CORE})")
+        scored |= record["tasks"] if record.get("kind") == "tasks" else {}
+    if "core" in scored:
+        results.append(f"  CORE       {scored['core']['core']['value']:.4f} (GPT-2: {GPT2_CORE})")
+    tasks = run.loaded.config.evaluation.tasks
+    if any(task.name not in scored for task in find_tasks(tasks, data=None)):  # set since it ended
+        score = [as_typed("evaluate"), str(makes), "--tasks", ",".join(tasks)]
+        results.append(f"  scores     not yet measured: {shlex.join(score)}")
     page, generate = (makes / "summary.html").absolute().as_uri(), as_typed("generate")
     print(
         f"\nfinished in {duration(seconds)}",
