@@ -27,9 +27,9 @@ ROOT = Path(__file__).resolve().parents[1]
 # Figure: (ceiling today, wanted). Raising a ceiling takes a sentence in the commit that says what
 # the reader gets for it.
 BUDGETS = {
-    "statements": (31_701, 25_500),
+    "statements": (31_708, 25_500),
     "package files": (232, 220),
-    "tests lines": (45_812, 34_000),
+    "tests lines": (45_819, 34_000),
     "benchmarks lines": (5_500, 5_500),
     "train closure statements": (18_805, 15_000),
     "loop closure lines": (5_500, 5_500),
