@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # Figure: (ceiling today, wanted). Raising a ceiling takes a sentence in the commit that says what
 # the reader gets for it.
 BUDGETS = {
-    "statements": (31_708, 25_500),
+    "statements": (31_706, 25_500),
     "package files": (232, 220),
     "tests lines": (45_819, 34_000),
     "benchmarks lines": (5_500, 5_500),
