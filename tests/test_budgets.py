@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 BUDGETS = {
     "statements": (31_706, 25_500),
     "package files": (232, 220),
-    "tests lines": (45_819, 34_000),
+    "tests lines": (45_821, 34_000),
     "benchmarks lines": (5_500, 5_500),
     "train closure statements": (18_805, 15_000),
     "loop closure lines": (5_500, 5_500),
