@@ -19,7 +19,15 @@ from typing import Any
 from refocused.config.yaml_source import parse_yaml_mapping
 from refocused.evaluate.continuations import Continuation, Encoder, Scored
 from refocused.evaluate.multiple_choice import EncodedTask, Measure, mean_of, prepare
-from refocused.evaluate.tasks import CORE, TaskFile, label_of, read_questions, text_of, texts_of
+from refocused.evaluate.tasks import (
+    CORE,
+    CORE_MEAN,
+    TaskFile,
+    label_of,
+    read_questions,
+    text_of,
+    texts_of,
+)
 from refocused.system.errors import EvaluationError
 from refocused.system.strict_json import MalformedError, parse_json_object
 
@@ -274,7 +282,7 @@ def outcomes(items: Sequence[EncodedItem], scores: Iterator[Scored]) -> list[boo
 
 
 def measures_of(encoded: Encoded, scored: Sequence[Scored]) -> dict[str, Measure]:
-    """Return `CORE`, the mean of (accuracy - chance) / (1 - chance), and each task's accuracy."""
+    """Return `CORE_MEAN`, of (accuracy - chance) / (1 - chance), and each task's accuracy."""
     scores, accuracies = iter(scored), dict[str, Measure]()
     centred, errors = list[float](), list[float]()
     for label, (chance, items) in encoded.items():
@@ -284,4 +292,4 @@ def measures_of(encoded: Encoded, scored: Sequence[Scored]) -> dict[str, Measure
         if accuracy.standard_error is not None:
             errors.append(accuracy.standard_error / (1 - chance))
     error = math.hypot(*errors) / len(centred) if len(errors) == len(centred) else None
-    return {"CORE": Measure(sum(centred) / len(centred), error), **accuracies}
+    return {CORE_MEAN: Measure(sum(centred) / len(centred), error), **accuracies}

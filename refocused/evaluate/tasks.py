@@ -11,6 +11,7 @@ from refocused.system.strict_json import MalformedError, parse_json_object
 
 PERPLEXITY = "perplexity"
 CORE, CORE_FILE = "core", "core.yaml"  # the bundle of DCLM's tasks, see `core.py`
+CORE_MEAN = "CORE"  # their mean, among the measures of each task
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

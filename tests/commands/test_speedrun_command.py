@@ -13,6 +13,9 @@ from evaluate.test_origin import hub as hub
 from refocused.commands import launch, main
 from refocused.commands.main import run_command
 from refocused.commands.speedrun.command import GPU_SEQUENCE
+from refocused.evaluate.continuations import Continuation, Scored
+from refocused.evaluate.core import measures_of
+from refocused.evaluate.multiple_choice import TaskResult
 from refocused.metrics.jsonl import JsonLines
 from refocused.monitor.sampler import gpu_reader
 from refocused.system.errors import ExitCode
@@ -138,7 +141,11 @@ def test_the_end_shows_scores_dollars_and_where_all_is(folder, capsys, monkeypat
         code = trained(given, cost_usd=1.5)
         (run,) = Path("runs").iterdir()
         log = JsonLines(run / "logs/training_metrics.jsonl")
-        log.write({"kind": "tasks", "step": 1, "tasks": {"core": {"core": {"value": 0.1234}}}})
+        measures = measures_of(
+            {"all": (0.2, [(None, [Continuation([1, 2], 1)])])}, [Scored(0, True)]
+        )
+        record = TaskResult("core", 1, 0, measures).as_record()
+        log.write({"kind": "tasks", "step": 1, "tasks": {"core": record}})
         log.close()
         return code
 
@@ -153,7 +160,7 @@ def test_the_end_shows_scores_dollars_and_where_all_is(folder, capsys, monkeypat
     _, text = carried_out(capsys, "cost.per_hour_usd=36000")
     end = text[text.index("\nfinished in ") :]
     assert re.search(r"dollars    \$[\d.,]+ for this command; \$1\.50 for all sessions", end)
-    assert "CORE       0.1234 (GPT-2: 0.2565)" in end
+    assert "CORE       1.0000 (GPT-2: 0.2565)" in end
     assert re.search(r"page       file:///\S+/runs/d2-\w{6}/summary\.html", end)
     assert re.search(r"model      runs/d2-\w{6}/final_model", end)
     assert [line.split()[0] for line in end.splitlines()[2:5]] == STAGES

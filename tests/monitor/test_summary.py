@@ -97,7 +97,7 @@ def run(tmp_path):
     run.alarm(raised=False)
     for step, correct in ((500, 0.25), (1000, 0.5)):
         acc = {"value": correct, "standard_error": 0.0125}
-        scores = {"mine": {"items": 40, "acc": acc}, "core": {"core": {"value": 0.1, "x": 1}}}
+        scores = {"mine": {"items": 40, "acc": acc}, "core": {"CORE": {"value": 0.1, "x": 1}}}
         line = {"kind": "tasks", "step": step, "tasks": scores | {"damaged": {"acc": "x"}, "y": 2}}
         run.line("training_metrics", NOW - 1500 + step, line)
     # Of a damaged line the rest counts.
@@ -122,7 +122,7 @@ def test_the_rows_and_the_last_troubles_say_what_the_files_say(run):
         "steps": "2,000 of 2,000 (100.0%)",
         "validation loss": f"2.0000, perplexity {math.exp(2):.2f}, 0.7500 bits per byte",
         "mine": "acc 0.5000 +- 0.0125 at step 1,000",
-        "core": "core 0.1000 at step 1,000",
+        "core": "CORE 0.1000 at step 1,000",
         "time trained": "50.0 min $20.00",
         "a million tokens": "$10.0000",  # 20 dollars for 2,000 steps of 1,000 tokens
         "tokens a second, mean": "700,000",

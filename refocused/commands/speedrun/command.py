@@ -90,7 +90,7 @@ def run_speedrun(parser: Parser) -> int:
     arguments = parser.read()
     from refocused.commands.main import run_command
     from refocused.config.prices import cost_usd
-    from refocused.evaluate.tasks import find_tasks
+    from refocused.evaluate.tasks import CORE, CORE_MEAN, find_tasks
     from refocused.metrics.history import METRICS_FILE
     from refocused.metrics.jsonl import JsonLinesTail, number, read_json
 
@@ -141,8 +141,9 @@ def run_speedrun(parser: Parser) -> int:
     scored = dict[str, Any]()  # by its last steps
     for record in JsonLinesTail(makes / METRICS_FILE).records():
         scored |= record["tasks"] if record.get("kind") == "tasks" else {}
-    if "core" in scored:
-        results.append(f"  CORE       {scored['core']['core']['value']:.4f} (GPT-2: {GPT2_CORE})")
+    if CORE in scored:
+        mean = scored[CORE][CORE_MEAN]["value"]
+        results.append(f"  CORE       {mean:.4f} (GPT-2: {GPT2_CORE})")
     tasks = run.loaded.config.evaluation.tasks
     if any(task.name not in scored for task in find_tasks(tasks, data=None)):  # set since it ended
         score = [as_typed("evaluate"), str(makes), "--tasks", ",".join(tasks)]
