@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from fakes import ON_EACH, Emulator, Fault
 from ranks import train
-from tiny import losses, tiny_run
+from tiny import losses, tiny_run, wait_for_the_mirror
 
 from refocused.bucket.open_bucket import open_bucket
 
@@ -35,6 +35,7 @@ def test_a_lost_machine_loses_no_mirrored_step(tmp_path: Path, emulator: Emulato
     wanted = losses(run)
     assert sorted(wanted) == list(range(1, 21))
 
+    wait_for_the_mirror(run)
     bucket = open_bucket(f"{emulator.url}/runs")
     for blob in list(bucket.list("tiny/checkpoints/checkpoint_step_20/")):
         bucket.delete(blob.name)  # as if the machine had been lost

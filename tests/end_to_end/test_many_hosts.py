@@ -10,7 +10,7 @@ import pytest
 from host_runs import TORCHRUN, HostRun, serve_ssh, wait
 from hosts import network
 from ranks import train
-from tiny import losses
+from tiny import losses, wait_for_the_mirror
 
 from refocused.checkpoints.step.checkpoint_manifest import COMMITTED
 
@@ -79,6 +79,8 @@ def test_a_checkpoint_of_two_hosts_resumes_on_one_and_on_three(tmp_path: Path) -
         before = losses(run.folder(hosts[0]))
         for count, accumulation in ((1, 12), (3, 4)):
             for host in hosts:
+                if run.folder(host).exists():
+                    wait_for_the_mirror(run.folder(host))
                 host.run("rm", "-rf", "/mnt/runs", "/mnt/cache")
             run.hosts = hosts[:count]
             wait(run.torchrun("run.steps=6", f"batch.gradient_accumulation_steps={accumulation}"))

@@ -53,7 +53,7 @@ def test_killed_and_resumed_equals_uninterrupted_here_and_from_the_mirror(
     ranks.wait(60)
     saved = max(saved_steps(broken / "checkpoints"))
     assert 10 <= saved < STEPS  # checkpoint_step_6 sorts after it
-    wait_for_the_mirror(broken, saved)
+    wait_for_the_mirror(broken)
     shutil.copytree(tmp_path / "mirror", tmp_path / "mirror_b")
 
     resumed = train(tmp_path, *settings, ranks=2)

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from ranks import ForkedRanks, metrics, train
-from tiny import damage, log_lines, tiny_run
+from tiny import damage, log_lines, tiny_run, wait_for_the_mirror
 
 from refocused.bucket.folder import DirectoryBucket
 from refocused.checkpoints.resume.catalog import Catalog
@@ -137,6 +137,7 @@ def test_a_new_branch_is_not_mixed_with_the_mirrors_old_one(tmp_path: Path) -> N
     settings = ("--config", "tiny.yaml", "checkpoint.interval=5")
     train(tmp_path, *settings, "run.steps=15", ranks=1)
     train(tmp_path, *settings, "--resume", "5", "run.steps=8", ranks=1)
+    wait_for_the_mirror(tmp_path / "runs" / "tiny")
     shutil.rmtree(tmp_path / "runs")
     again = train(tmp_path, *settings, "run.steps=12", ranks=1)
     assert "resume   step 8 " in again.out[0]

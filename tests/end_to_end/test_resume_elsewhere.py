@@ -88,7 +88,7 @@ def test_a_run_decayed_from_a_stable_checkpoint_equals_an_undivided_one(tmp_path
     runs, decayed = tmp_path / "runs", ["run.steps=12", "--run", "decayed"]
     train(tmp_path, *wsd, "run.steps=12", ranks=2)
     train(tmp_path, *wsd, "run.steps=14", "--run", "longer", ranks=2)
-    wait_for_the_mirror(runs / "longer", 7)
+    wait_for_the_mirror(runs / "longer")
     shutil.rmtree(runs / "longer" / "checkpoints" / "checkpoint_step_7")
     new = [*wsd, "run.steps=12", "--run", "longer", "--resume", "7", "--as", "decayed"]
     ended = train(tmp_path, *new, ranks=2)

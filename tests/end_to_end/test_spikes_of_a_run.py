@@ -72,12 +72,12 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number, ids in tokens.items():
         np.save(folder / "tokens" / f"shard_{number:03d}.npy", ids)
     start(folder, f"run.steps={SAVED}")
-    wait_for_the_mirror(folder / RUN, SAVED)  # it copies the last logs after the run
     return folder
 
 
 def copy(saved: Path, folder: Path) -> Path:
-    """The run as it was saved, in a folder of its own."""
+    """A run as it ended, in a folder of its own."""
+    wait_for_the_mirror(saved / RUN)
     for name in ("tokens", "runs", "mirror"):
         shutil.copytree(saved / name, folder / name)
     shutil.copy(saved / "tiny.yaml", folder)

@@ -9,7 +9,7 @@ import torch
 from ranks import Ended, ForkedRanks, metrics, train
 from test_full_disks import SmallDisk, fill, small_disk
 from test_resume import same
-from tiny import losses, tiny_run
+from tiny import losses, tiny_run, wait_for_the_mirror
 
 from refocused.checkpoints.step.checkpoint_directory import read_checkpoint
 from refocused.checkpoints.step.checkpoint_manifest import COMMITTED
@@ -82,6 +82,8 @@ def test_a_run_continues_bit_for_bit_after_a_machine_lost_its_disk(
     last = [next(site.step(node, 8).glob("zero/*optim*")) for node in range(2)]
     states = [torch.load(path, weights_only=False)["optimizer_state_dict"] for path in last]
 
+    for run in site.runs:
+        wait_for_the_mirror(run)
     site.forget(8)
     shutil.rmtree(site.runs[1])
     ended = site.train(*settings)
@@ -97,6 +99,7 @@ def test_one_machine_continues_from_the_mirror_and_then_two(tmp_path: Path) -> N
     site = Site(tmp_path)
     site.settings.append("schedule.warmup_steps=2")
     site.train("run.steps=4")
+    wait_for_the_mirror(site.runs[1])
     shutil.rmtree(site.places[1])
     site.places[1].mkdir()
     # The first machine has only a part; the mirror has everything.

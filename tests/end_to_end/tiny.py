@@ -51,14 +51,13 @@ def damage(folder: Path, *steps: int) -> None:
         damaged.write_bytes(content)
 
 
-def wait_for_the_mirror(run: Path, step: int) -> None:
-    """Wait until the mirror of a run that ended has copied a step, and has ended itself."""
-    status, lock, said = run / "mirror.json", FileLock(run / "mirror.lock"), run / "logs/mirror.log"
-    until(
-        lambda: status.exists() and step in json.loads(status.read_text())["mirrored"],
-        said=said.read_text,
-    )
-    until(lock.acquire, said=said.read_text)  # held by the mirror until its end
+def wait_for_the_mirror(run: Path) -> None:
+    """Wait for the mirror of a run that ended, before files are copied, compared or removed.
+
+    It outlives the run: it copies what a kill left, and the last lines of the logs.
+    """
+    lock = FileLock(run / "mirror.lock")  # held by the mirror until its end
+    until(lock.acquire, said=(run / "logs" / "mirror.log").read_text)
     lock.release()
 
 
