@@ -63,6 +63,9 @@ Task = Annotated[
 class EvaluationConfig(Section):
     """Validation, tasks and text samples during training; each also at the end."""
 
+    at_start: Flag = False
+    """Also validate, and score the tasks, before the first step: the baseline of untrained weights
+    or of `model.start_from`. It never counts as the best."""
     interval: CountOrZero = setting(1000, "500")
     """Steps between validations; 0: only at the end."""
     sequences: Count = setting(256, "512")

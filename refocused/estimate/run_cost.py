@@ -61,13 +61,16 @@ class RunWork:
     def count(self, activity: Activity) -> int:
         """Return how often the run validates, saves and so on, at its end too.
 
-        A text sample is also drawn before the first step.
+        A text sample is also drawn before the first step, and the others with
+        `evaluation.at_start`.
         """
         if activity == "tasks" and not self.task_tokens:
             return 0
-        if activity == "sample" and not self.config.evaluation.sample_prompts:
+        evaluation = self.config.evaluation
+        if activity == "sample" and not evaluation.sample_prompts:
             return 0
-        return int(Cadence.of(self.config).left(0, self.steps)[activity]) + (activity == "sample")
+        begins = activity == "sample" or (activity != "save" and evaluation.at_start)
+        return int(Cadence.of(self.config).left(0, self.steps)[activity]) + begins
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -153,12 +153,14 @@ class Validation:
 def lowest(validations: Sequence[Validation]) -> Validation | None:
     """Return the validation of the lowest loss, the earliest of equal ones, if there is any.
 
-    Only those of the set that was used last are compared.
+    Only those of the set that was used last are compared, and not that before the first step, of
+    which there is no checkpoint.
     """
     comparable = [
         (validation.loss, validation.step, validation)
         for validation in validations
         if validation.loss is not None
+        and validation.step > 0
         and validation.validation_set == validations[-1].validation_set
     ]
     return min(comparable)[2] if comparable else None

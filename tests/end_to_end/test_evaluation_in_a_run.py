@@ -4,13 +4,15 @@ import json
 import math
 import random
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from evaluate.core_bundle import write_bundle
 from ranks import ForkedRanks, train
-from tiny import log_lines, tiny_run
+from tiny import log_lines, losses, same, tiny_run
 
 from refocused.commands.main import run_command
 
@@ -139,3 +141,27 @@ def test_tasks_cut_short_by_a_stop_are_repeated_once(tmp_path: Path) -> None:
     last = json.loads((run / "checkpoints/checkpoint_step_6/trainer.json").read_text())
     assert last["tasks_step"] == 6
     assert (last["best_loss"], last["best_step"]) == min((losses[one], one) for one in losses)
+
+
+def test_a_baseline_changes_no_bit_of_the_run(tmp_path: Path) -> None:
+    tiny_run(tmp_path)  # with dropout, whose random numbers would shift
+    write_tasks(tmp_path)
+    given = ["--config", "tiny.yaml", *SETTINGS, "evaluation.interval=3", "checkpoint.mirror=null"]
+    train(tmp_path, *given, ranks=2)
+    shutil.move(tmp_path / "runs", tmp_path / "without")
+    started = train(tmp_path, *given, "evaluation.at_start=true", ranks=2).out[0]
+    validations = records(tmp_path, "validation")
+    assert [record["step"] for record in validations] == [0, 3, 6]
+    assert validations[0]["validation_loss"] == pytest.approx(math.log(512), abs=0.3)
+    assert [record["step"] for record in records(tmp_path, "tasks")] == [0, 3, 6]
+    assert "eval       0 val " in started and "(best)" not in started.partition("eval       3")[0]
+    for folder in ("without", "runs"):
+        state = json.loads((tmp_path / folder / "tiny" / "state.json").read_text())
+        assert state["best_step"] == 6
+    without, run = tmp_path / "without" / "tiny", tmp_path / "runs" / "tiny"
+    assert losses(run) == losses(without)
+    files = sorted(path.relative_to(run) for path in run.glob("checkpoints/*/zero/*.pt"))
+    assert len(files) > 3
+    for file in files:
+        one, other = (torch.load(folder / file, weights_only=False) for folder in (run, without))
+        assert same(one, other), file

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import ForkedRanks, metrics, train
-from tiny import losses, tiny_run, wait_for_the_mirror
+from tiny import losses, same, tiny_run, wait_for_the_mirror
 
 from refocused.checkpoints.step.checkpoint_directory import saved_steps
 
@@ -19,16 +19,6 @@ def state_of(run: Path, step: int) -> list[Any]:
     """Every rank's optimizer file: float32 masters, moments, steps."""
     files = sorted((run / "checkpoints" / f"checkpoint_step_{step}" / "zero").glob("*optim*.pt"))
     return [torch.load(file, weights_only=False)["optimizer_state_dict"] for file in files]
-
-
-def same(left: Any, right: Any) -> bool:
-    if isinstance(left, torch.Tensor):
-        return left.dtype == right.dtype and torch.equal(left, right)
-    if isinstance(left, dict):
-        return left.keys() == right.keys() and all(same(left[k], right[k]) for k in left)
-    if isinstance(left, list | tuple):
-        return len(left) == len(right) and all(map(same, left, right))
-    return bool(left == right) if isinstance(left, int | float | str | bool) else True
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 from ranks import train
-from test_resume import same
-from tiny import log_lines, tiny_run, wait_for_the_mirror
+from tiny import log_lines, same, tiny_run, wait_for_the_mirror
 
 from refocused.bucket.folder import DirectoryBucket
 from refocused.checkpoints.mirror.lease import read_lease

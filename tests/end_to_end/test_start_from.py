@@ -86,7 +86,8 @@ def test_a_run_goes_on_from_an_export_and_from_a_run(
         "checkpoints", ["export", "latest", "out", "--run", "first", "--dtype", "fp32"]
     )
     common += ["model.dropout=0", "optimizer.lr=1e-4"]
-    second = [*common, "model.start_from=out", "--run", "second", "--max-steps"]
+    second = [*common, "model.start_from=out", "evaluation.at_start=true"]
+    second += ["--run", "second", "--max-steps"]
     started = train(tmp_path, *second, "2", ranks=2, command=train_watched).out[0]
     held = [float((tmp_path / f"held-{rank}").read_text()) for rank in range(2)]
     assert max(held) < 0.8  # of the model: its embeddings, one block and this rank's half
@@ -100,6 +101,9 @@ def test_a_run_goes_on_from_an_export_and_from_a_run(
     (tmp_path / "out" / "model.safetensors").unlink()
     resumed = train(tmp_path, *second, "3", ranks=2).out[0]
     assert "origin   not read: the run resumes checkpoint_step_2" in resumed
+    measured = log_lines(tmp_path / "runs" / "second", "training_metrics")
+    validated = [record["step"] for record in measured if record["kind"] == "validation"]
+    assert validated == [0, 2, 3], "the baseline is not repeated"
     last = read_checkpoint(tmp_path / "runs/second/checkpoints/checkpoint_step_3")
     assert (last.path / "tokenizer.json").is_file()
     assert last.manifest.origin is not None and last.manifest.origin.address == "out"

@@ -8,8 +8,7 @@ import pytest
 import torch
 from ranks import Ended, ForkedRanks, metrics, train
 from test_full_disks import SmallDisk, fill, small_disk
-from test_resume import same
-from tiny import losses, tiny_run, wait_for_the_mirror
+from tiny import losses, same, tiny_run, wait_for_the_mirror
 
 from refocused.checkpoints.step.checkpoint_directory import read_checkpoint
 from refocused.checkpoints.step.checkpoint_manifest import COMMITTED

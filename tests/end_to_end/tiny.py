@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
 from ranks import metrics, until, write_tokens
 
 from refocused.system.locks import FileLock
@@ -33,6 +34,17 @@ def tiny_run(folder: Path) -> Path:
 def losses(run: Path) -> dict[int, str]:
     """Return a run's training losses by step, to the last bit."""
     return {step: float(str(record["loss"])).hex() for step, record in metrics(run).items()}
+
+
+def same(left: Any, right: Any) -> bool:
+    """Whether two states are equal to the last bit."""
+    if isinstance(left, torch.Tensor):
+        return left.dtype == right.dtype and torch.equal(left, right)
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(same(left[k], right[k]) for k in left)
+    if isinstance(left, list | tuple):
+        return len(left) == len(right) and all(map(same, left, right))
+    return bool(left == right) if isinstance(left, int | float | str | bool) else True
 
 
 def log_lines(run: Path, name: str) -> list[dict[str, Any]]:

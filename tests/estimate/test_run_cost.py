@@ -84,6 +84,14 @@ def test_saves_of_best_validations_count_once_each() -> None:
     )  # of 12 validations 3 are at a step that is saved anyway
 
 
+def test_a_baseline_is_one_more_of_each_evaluation() -> None:
+    base, more = work_of(), work_of(evaluation={"at_start": True})
+    assert more.count("validation") == base.count("validation") + 1
+    assert (more.count("save"), more.count("tasks")) == (base.count("save"), 0)  # no tasks named
+    asked = [dataclasses.replace(work, task_tokens=1) for work in (base, more)]
+    assert [work.count("tasks") for work in asked] == [1, 2]
+
+
 def test_tasks_are_forward_passes_of_all_gpus_and_samples_of_each() -> None:
     evaluation = {
         "tasks": ("a.jsonl",),

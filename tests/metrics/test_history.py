@@ -68,15 +68,19 @@ def test_the_losses_are_those_of_the_present_branch(records, expected):
     assert losses(read(records)) == expected
 
 
+# That of step 0 is a baseline, of which there is no checkpoint.
+LOSSES = ((0, 1.5), (1, 2.5), (2, None), (3, 2.1), (4, 2.3))
+
+
 def test_the_best_is_the_lowest_finite_validation():
-    records = [validation(step, loss) for step, loss in ((1, 2.5), (2, None), (3, 2.1), (4, 2.3))]
+    records = [validation(step, loss) for step, loss in LOSSES]
     assert lowest(read(records).validations) == Validation(3, 2.1)
     other = [
         {**validation(step, loss), "validation_set": "other"} for step, loss in ((5, 9.0), (6, 8))
     ]
     best = lowest(read([*records, *other]).validations)
     assert best is not None and (best.step, best.loss) == (6, 8), "of the set used last"
-    assert lowest(read(records[1:2]).validations) is None
+    assert lowest(read(records[2:3]).validations) is None
 
 
 def test_a_torn_line_and_other_records_are_left_out(tmp_path):

@@ -25,7 +25,7 @@ from refocused.checkpoints.step.checkpointer import Checkpointer
 from refocused.config.batch_plan import BatchPlan
 from refocused.config.cadence import Cadence
 from refocused.config.optimization import OptimizerConfig, ScheduleConfig
-from refocused.config.outputs import CheckpointConfig
+from refocused.config.outputs import CheckpointConfig, EvaluationConfig
 from refocused.data.loader.batch import IGNORED_LABEL, Batch
 from refocused.data.order.sequence_order import Order
 from refocused.data.order.sequences import Position, SequenceRange
@@ -275,6 +275,7 @@ def config_of(**sections: Any) -> Any:
         "cost": {"budget_usd": None, "per_hour_usd": None},
         "model": {"vocabulary_multiple": 128, "embedding_std": None, "head_std": None},
         "checkpoint": CheckpointConfig(),
+        "evaluation": EvaluationConfig(),
     }
     for name, section in sections.items():
         given[name] = given.get(name, {}) | section if isinstance(section, dict) else section

@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 import torch
 from data.text_samples import word_file
-from run_fakes import FakeEngine, Log, batch, trainer_of
+from run_fakes import FakeEngine, Log, batch, config_of, trainer_of
 from thread_ranks import on_two_ranks, results
 
 from refocused.config.cadence import Cadence
@@ -109,6 +109,33 @@ def test_a_new_run_writes_a_sample_with_untrained_weights():
         "tell 'text' after 0",
     ]
     assert after(TrainState(), "write", evaluate_at_start)[0] == ["write"]
+
+
+@pytest.mark.parametrize("stop_when", [None, "tell 2.0", "rate 2"])
+def test_a_baseline_is_measured_before_the_first_step_and_is_never_the_best(stop_when):
+    log: Log = []
+    trainer = trainer_of(
+        log,
+        stop_when=stop_when,
+        config=config_of(run={"steps": 6}, evaluation=EvaluationConfig(at_start=True)),
+        tasks=[questions([0, 0, 1])],
+        sampler=cast("TextSampler", FakeSampler()),
+    )
+    state = evaluate_at_start(trainer, TrainState())
+    told = [
+        "validate",
+        "tell 2.0",
+        *RATED,
+        "tell quiz 0.67 after 0",
+        "write",
+        "tell 'text' after 0",
+    ]
+    stops = len(told) if stop_when is None else told.index(stop_when) + 1
+    assert log == told[:stops]
+    assert (state.validation_step, state.validation_loss) == (0, 2.0)
+    assert (state.best_step, state.best_loss) == (None, None)
+    worse = dataclasses.replace(state, step=3).after_validation(2.5)
+    assert (worse.best_step, worse.best_loss) == (3, 2.5), "of the steps it is the best"
 
 
 @pytest.mark.parametrize("when", ["validate", "rate 2", "write"])

@@ -43,13 +43,18 @@ def evaluate(trainer: Trainer, state: TrainState) -> TrainState:
 
 
 def evaluate_at_start(trainer: Trainer, state: TrainState) -> TrainState:
-    """Write a sample with untrained weights, or measure what a stop left out after a saved step.
+    """Measure what is due before the first step, or what a stop left out after a saved step.
+
+    Before the first step a sample is written, and with `evaluation.at_start` validation and tasks
+    give the baseline, which is never the best: there is no checkpoint of it.
 
     A validation is also made if the checkpoint's was of another set, so that there is a best one of
     the present set. The marker of the checkpoint gets the loss, which may be the best.
     """
     with trainer.world.progress.doing("validation"):
         if not state.step:
+            if trainer.config.evaluation.at_start:
+                state = _evaluate_tasks(trainer, _validate(trainer, state))
             _write_sample(trainer, state)
             return state
         due = state.step == trainer.total_steps or trainer.cadence.due("validation", state.step)
@@ -106,7 +111,7 @@ def validation_loss(trainer: Trainer) -> ValidationLoss | None:
 
 def _evaluate_tasks(trainer: Trainer, state: TrainState) -> TrainState:
     plan = trainer.plan
-    due = state.step == trainer.total_steps or trainer.cadence.due("tasks", state.step)
+    due = state.step in (0, trainer.total_steps) or trainer.cadence.due("tasks", state.step)
     if not (trainer.tasks and due) or trainer.stop.agreed():
         return state
 

@@ -51,7 +51,7 @@ class TrainState:
     def after_validation(
         self, loss: float, bits: float | None = None, *, of: str = ""
     ) -> TrainState:
-        """Return the state with a validation loss; only a finite one can be the best.
+        """Return the state with a validation loss; only a finite one of a step can be the best.
 
         Losses of another set than `of` are not compared with it.
         """
@@ -64,7 +64,8 @@ class TrainState:
         )
         if self.validation_set != of:
             state = state.with_best(is_present=False)
-        if math.isfinite(loss) and (state.best_loss is None or loss < state.best_loss):
+        is_candidate = self.step > 0 and math.isfinite(loss)
+        if is_candidate and (state.best_loss is None or loss < state.best_loss):
             return state.with_best(is_present=True)
         return state
 
