@@ -200,8 +200,11 @@ RECORDS = [
     ),
     (
         "logs/events.jsonl",
-        "Saves, samples, stops and alarms, each with its `text`.",
-        [("kind: alarm", [("monitor/readings.py", "AlarmEvent")])],
+        "What each session runs on, saves, samples, stops and alarms, each with its `text`.",
+        [
+            ("kind: setup", [("train/lifecycle/banner.py", "setup_record")]),
+            ("kind: alarm", [("monitor/readings.py", "AlarmEvent")]),
+        ],
     ),
     (
         "state.json",

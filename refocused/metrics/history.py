@@ -148,6 +148,7 @@ class Validation:
     loss: float | None  # None: it was not finite
     validation_set: str | None = None  # fingerprint of what it was made on
     bits_per_byte: float | None = None  # None: unknown, or not finite
+    tokens: int | None = None  # trained on
 
 
 def lowest(validations: Sequence[Validation]) -> Validation | None:
@@ -192,7 +193,7 @@ class MetricsTimeline:
         else:
             loss, measured_on = number(record, "validation_loss"), text(record, "validation_set")
             bits = number(record, "bits_per_byte")
-            self.validations.append(Validation(step, loss, measured_on, bits))
+            self.validations.append(Validation(step, loss, measured_on, bits, metrics.tokens))
 
 
 def unix_time(value: object) -> float | None:

@@ -78,6 +78,7 @@ class JsonLinesTail:
         self._last_bytes = last_bytes
         self._file_id: tuple[int, int] | None = None
         self._offset = 0
+        self.malformed = 0  # lines that were skipped
 
     def records(self) -> list[Record]:
         """Return the records that were written since the last call."""
@@ -94,8 +95,10 @@ class JsonLinesTail:
             return []  # it does not exist yet, or its disk is away for now
         whole = content[: content.rfind(b"\n") + 1]
         self._offset += len(whole)
-        lines = whole.split(b"\n")
-        return [record for line in lines[begins_inside:] if (record := as_record(line)) is not None]
+        lines = [line for line in whole.split(b"\n")[begins_inside:] if line.strip()]
+        records = [record for line in lines if (record := as_record(line)) is not None]
+        self.malformed += len(lines) - len(records)
+        return records
 
 
 def as_record(line: bytes) -> Record | None:

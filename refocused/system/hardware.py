@@ -1,6 +1,8 @@
 """Data-sheet figures of known GPUs, the processor's flags, and the memory that is free."""
 
+import contextlib
 import dataclasses
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,6 +54,15 @@ _DRIVER_NAMES = {
     "H100 80GB HBM3": "H100 SXM",
     "GeForce RTX 4090": "RTX 4090",
 }
+
+
+def cpu_name() -> str:
+    """Return the processor's name and its cores; `CPU` where the kernel does not name it."""
+    with contextlib.suppress(OSError):
+        named = re.search(r"(?m)^model name\s*:\s*(.+)", CPU_INFO.read_text(errors="replace"))
+        if named is not None:
+            return f"{named[1].strip()} ({os.cpu_count()} cores)"
+    return "CPU"
 
 
 def gpu_spec(name: str) -> GpuSpec | None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 import transformers
 from ranks import carrying, launched, train, until
-from tiny import losses, tiny_run
+from tiny import log_lines, losses, tiny_run
 
 from refocused.checkpoints.step.checkpoint_directory import saved_steps
 
@@ -33,6 +33,13 @@ def test_a_killed_run_goes_on_by_its_command_as_if_it_had_not_been_killed(tmp_pa
         assert process.wait(180) == 0, log.read_text()
     assert saved < STEPS and f"resume   step {saved} " in log.read_text()
     assert losses(killed) == losses(whole)
+    setups = [event for event in log_lines(killed, "events") if event["kind"] == "setup"]
+    assert [setup["data_fingerprint"] for setup in setups] == [setups[0]["data_fingerprint"]] * 2
+    assert {"python", "torch", "deepspeed"} < set(setups[1]["versions"])
+    assert setups[1]["hardware"].startswith("2 ranks on ") and len(setups[1]["hosts"]) == 1
+    assert "--config tiny.yaml" in setups[1]["command"] and setups[1]["tokenizer"] == "unknown"
+    for name in ("model", "batch", "memory", "data"):
+        assert len(setups[1][name]) == 1 and setups[1][name][0] in log.read_text()
     exported = [
         transformers.AutoModelForCausalLM.from_pretrained(run / "final_model")
         for run in (killed, whole)

@@ -93,6 +93,16 @@ def run(tmp_path):
     run.line("events", NOW - 900, {"kind": "save_failed", "text": f"no room {HOSTILE} | x"})
     run.line("events-node-1", NOW - 950, {"kind": "sampler_warning", "text": "no driver there"})
     run.line("events", NOW, {"text": "of no kind"})
+    secret = "https://hooks.example.com/SECRET"
+    for git in ("aaaaaaa", "bbbbbbb-dirty"):
+        setup = {"command": f"refocused launch log.on_alarm={secret}", "git": git, "model": 3}
+        setup |= {"versions": {"torch": "2.13", "python": "3.12"}, "hosts": ["node1", "node2"]}
+        run.line("events", NOW, {"kind": "setup", **setup, "tokenizer": HOSTILE})
+    with (run.folder / "run.yaml").open("a") as settings:
+        settings.write(f"log: {{interval: 10, on_alarm: {secret}}}\n")
+        settings.write(f"evaluation: {{sample_prompt: {json.dumps(HOSTILE)}}}\n")
+    with (run.folder / "logs" / "training_metrics.jsonl").open("a") as lines:
+        lines.write('{"kind": "step", "st\n\n')
     run.alarm()
     run.alarm(raised=False)
     for step, correct in ((500, 0.25), (1000, 0.5)):
@@ -121,8 +131,14 @@ def test_the_rows_and_the_last_troubles_say_what_the_files_say(run):
         "status": "finished, exit code 0",
         "steps": "2,000 of 2,000 (100.0%)",
         "validation loss": f"2.0000, perplexity {math.exp(2):.2f}, 0.7500 bits per byte",
-        "mine": "acc 0.5000 +- 0.0125 at step 1,000",
-        "core": "CORE 0.1000 at step 1,000",
+        "mine acc": "0.5000 +- 0.0125 at step 1,000",
+        "core CORE": "0.1000 at step 1,000",
+        "git": "aaaaaaa -> bbbbbbb-dirty",  # of two sessions
+        "versions": "torch 2.13; python 3.12",
+        "command": "refocused launch log.on_alarm=https://hooks.example.com/...",
+        "hosts": "node1; node2",
+        "cost.per_hour_usd": "36.0",
+        "log.on_alarm": '"https://hooks.example.com/..."',
         "time trained": "50.0 min $20.00",
         "a million tokens": "$10.0000",  # 20 dollars for 2,000 steps of 1,000 tokens
         "tokens a second, mean": "700,000",
@@ -134,13 +150,14 @@ def test_the_rows_and_the_last_troubles_say_what_the_files_say(run):
         "alarms": "1",
     }
     assert {name: rows[name] for name in expected} == expected
-    assert "damaged" not in rows and "y" not in rows
+    assert not {"damaged", "damaged acc", "y", "model", "log.interval"} & set(rows)
     assert (
         rows["best validation loss"].endswith("0.9500 bits per byte at step 900")
         and "left" not in rows
     )
     text = (run.folder / "SUMMARY.md").read_text()
-    assert "<script" not in text
+    assert "<script" not in text and "SECRET" not in text
+    assert "- 1 line of logs/training_metrics.jsonl cannot be read, and left out" in text
     assert 0 < text.find("no driver there") < text.find(r"\| x")  # of any machine, by time
 
 
@@ -158,7 +175,10 @@ def test_a_page_embeds_the_run_and_nothing_of_it_escapes(run):
     (content,) = embedded((run.folder / "summary.html").read_text())
     assert content["name"] == f"one {HOSTILE}"
     assert content["samples"] == [[0, f"def {HOSTILE}"], [2000, "def main():"]]
-    assert len(content["troubles"]) == 4 and ["status", "finished, exit code 0"] in content["rows"]
+    assert ["tokenizer", HOSTILE] in content["setup"] and "SECRET" not in json.dumps(content)
+    prompt = ["evaluation.sample_prompt", json.dumps(HOSTILE, ensure_ascii=False), True]
+    assert prompt in content["settings"] and ["log.interval", "10", False] in content["settings"]
+    assert len(content["troubles"]) == 5 and ["status", "finished, exit code 0"] in content["rows"]
     assert content["validations"] == {"step": [2000], "loss": [3.05], "bits_per_byte": [0.875]}
     assert content["steps"]["step"][-1] == 2001 and content["saved"]["step"] == [1000, 2000]
     assert content["mirrored"]["time"] == [

@@ -4,7 +4,7 @@ import pytest
 
 from refocused.system import hardware
 from refocused.system.errors import ConfigError
-from refocused.system.hardware import cpu_flags, gpu_spec, named_gpu
+from refocused.system.hardware import cpu_flags, cpu_name, gpu_spec, named_gpu
 
 KNOWN = {
     "NVIDIA H100 80GB HBM3": "H100 SXM",
@@ -49,3 +49,16 @@ def test_the_flags_are_those_of_the_first_processor(
     assert cpu_flags() == {"fpu", "avx2", "avx512_bf16"}
     file.write_text("processor\t: 0\nFeatures\t: fp asimd bf16\n")  # of ARM: bf16 was not tried
     assert cpu_flags() == frozenset()
+
+
+def test_a_processor_is_named_where_the_kernel_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "cpuinfo"
+    monkeypatch.setattr(hardware, "CPU_INFO", file)
+    monkeypatch.setattr("os.cpu_count", lambda: 64)
+    assert cpu_name() == "CPU"
+    file.write_text("processor\t: 0\nmodel\t\t: 17\nmodel name\t: AMD EPYC 9654\nmodel name\t: x\n")
+    assert cpu_name() == "AMD EPYC 9654 (64 cores)"
+    file.write_text("processor\t: 0\nCPU part\t: 0xd40\n")  # an ARM processor
+    assert cpu_name() == "CPU"

@@ -10,13 +10,16 @@ from pathlib import Path
 from statistics import fmean, harmonic_mean
 from typing import Any
 
+from refocused.config.outputs import without_secrets
 from refocused.config.prices import usd_per_million_tokens
+from refocused.config.setting_help import list_settings
 from refocused.metrics.history import METRICS_FILE, MIRROR_FILE, StepMetrics, perplexity
 from refocused.metrics.jsonl import JsonLinesTail, Record, number, text, whole_number
 from refocused.monitor.readings import AlarmEvent, GpuMinute, read_gpu_minutes
 from refocused.monitor.run_reader import RunView, event_of
 from refocused.monitor.screen.pictures import columns
 from refocused.system.atomic_files import replace_file
+from refocused.system.errors import counted
 from refocused.system.number_text import dollars, duration, known, moment, percent, value
 
 TROUBLES_SHOWN = 20
@@ -28,9 +31,15 @@ CURVES = (  # the columns that page.html draws
     *("utilization_fraction", "hottest_celsius", "power_watts", "memory_gb"),
 )
 
+# Of a `setup` event, what is shown: of all sessions, the last values that differ.
+SETUP = (
+    *("command", "git", "versions", "hardware", "hosts", "model", "batch", "memory"),
+    *("data", "sources", "tokenizer"),
+)
+VALUES_SHOWN = 3
+
 Rows = list[tuple[str, str]]  # what, and how much
-
-
+Scores = dict[str, tuple[float, float | None]]  # by task and measure: the value, its standard error
 Report = dict[str, Any]  # what the page embeds of a run: its name and status, texts and curves
 
 
@@ -39,6 +48,15 @@ def read_report(folder: Path, view: RunView) -> Report:
     gpus = read_gpu_minutes(folder / "logs")
     logs = sorted((folder / "logs").glob("events*.jsonl"))
     events = [record for file in logs for record in JsonLinesTail(file).records()]
+    metrics = JsonLinesTail(folder / METRICS_FILE)
+    step, scores = scores_of(metrics.records())
+    at_step = known(" at step {:,}", step)
+    troubles = _troubles(events)
+    if metrics.malformed:
+        damaged = counted(metrics.malformed, "line")
+        troubles.insert(0, f"{damaged} of {METRICS_FILE} cannot be read, and left out")
+    setups = [event for event in events if event.get("kind") == "setup"]
+    last_setup = setups[-1] if setups else {}
     mirrored: dict[int, StepMetrics] = {}  # the first time: a restarted mirror reports all again
     for point in _steps_of(JsonLinesTail(folder / MIRROR_FILE).records()):
         mirrored.setdefault(point.step, point)
@@ -55,10 +73,20 @@ def read_report(folder: Path, view: RunView) -> Report:
         "name": view.name,
         "status": view.status,
         "rows": [
-            *(*_progress(view), *_scores(JsonLinesTail(folder / METRICS_FILE).records())),
+            *_progress(view),
+            *((name, score_text(score) + at_step) for name, score in scores.items()),
             *(*_money(view), *_means(view, gpus), *_counts(view, events)),
         ],
-        "troubles": _troubles(events),
+        "setup": _setup_rows(setups),
+        "settings": _settings(view),
+        # What decides whether losses of two runs compare; None: unknown.
+        "measured_on": {
+            "tokenizer": text(last_setup, "tokenizer") or text(view.settings, "data.tokenizer"),
+            "data": text(last_setup, "data_fingerprint"),
+            "validation set": view.validations[-1].validation_set if view.validations else None,
+        },
+        "scores": scores,
+        "troubles": troubles,
         "samples": _samples(events),
         **{
             name: columns(table, *CURVES, began=began, most=MOST_COLUMNS)
@@ -71,7 +99,12 @@ def write_summary(folder: Path, view: RunView) -> list[Path]:
     """Write a run's summary into its folder; return the files, or raise OSError."""
     report, written = read_report(folder, view), moment(view.now)
     lines = [f"# {_cell(_title(report))}", "", "| | |", "|---|---|"]
-    lines += [f"| {_cell(what)} | {_cell(words)} |" for what, words in report["rows"]]
+    rows = [*report["rows"], *report["setup"]]
+    lines += [f"| {_cell(what)} | {_cell(words)} |" for what, words in rows]
+    changed = [(name, words) for name, words, is_changed in report["settings"] if is_changed]
+    if changed:
+        lines += ["", "Settings other than the defaults:", "", "| | |", "|---|---|"]
+        lines += [f"| {_cell(name)} | {_cell(words)} |" for name, words in changed]
     if report["troubles"]:
         lines += ["", "Warnings and failures, the last ones:", ""]
         lines += [f"- {_cell(trouble)}" for trouble in report["troubles"]]
@@ -168,22 +201,54 @@ def _progress(view: RunView) -> Rows:
     return rows
 
 
-def _scores(records: Iterable[Record]) -> Rows:
-    """Return the run's last scores on its tasks."""
+def scores_of(records: Iterable[Record]) -> tuple[int | None, Scores]:
+    """Return the step of a run's last scores on its tasks, and these by task and measure."""
     scored = [record for record in records if record.get("kind") == "tasks"]
-    tasks, rows = scored[-1].get("tasks") if scored else None, []
-    for task, measures in tasks.items() if isinstance(tasks, dict) else ():
-        found = measures.items() if isinstance(measures, dict) else ()
-        words = [
-            f"{name} {measure['value']:.4f}"
-            + known(" +- {:.4f}", number(measure, "standard_error"))
-            for name, measure in found
-            if isinstance(measure, dict) and number(measure, "value") is not None
-        ]
-        if words:
-            step = whole_number(scored[-1], "step")
-            rows.append((task, ", ".join(words) + known(" at step {:,}", step)))
+    last = scored[-1] if scored else {}
+    tasks = last.get("tasks")
+    return whole_number(last, "step"), {
+        f"{task} {name}": (number(measure, "value") or 0.0, number(measure, "standard_error"))
+        for task, measures in (tasks.items() if isinstance(tasks, dict) else ())
+        for name, measure in (measures.items() if isinstance(measures, dict) else ())
+        if isinstance(measure, dict) and number(measure, "value") is not None
+    }
+
+
+def score_text(score: tuple[float, float | None]) -> str:
+    """Format a score with its standard error, if that is known."""
+    return f"{score[0]:.4f}" + known(" +- {:.4f}", score[1])
+
+
+def _setup_rows(setups: Sequence[Record]) -> Rows:
+    """Return what the sessions ran on; what changed between them, in their order."""
+    rows = []
+    for name in SETUP:
+        words = [_words(setup.get(name)) for setup in setups]
+        different = list(dict.fromkeys(filter(None, words)))[-VALUES_SHOWN:]
+        if different:
+            rows.append((name, " -> ".join(different)))
     return rows
+
+
+def _words(recorded: object) -> str:
+    """Return a part of a setup as text; empty if it is of another kind."""
+    if isinstance(recorded, dict):
+        recorded = [f"{name} {version}" for name, version in recorded.items()]
+    parts = recorded if isinstance(recorded, list) else [recorded]
+    return without_secrets("; ".join(part for part in parts if isinstance(part, str)))
+
+
+def _settings(view: RunView) -> list[tuple[str, str, bool]]:
+    """Return each setting with its value as JSON, and whether that differs from the default."""
+    defaults = {setting.name: setting.default for setting in list_settings()}
+    values = {
+        name: json.dumps(value, ensure_ascii=False, default=str)
+        for name, value in view.settings.items()
+    }
+    return [
+        (name, without_secrets(words), words != defaults.get(name))
+        for name, words in values.items()
+    ]
 
 
 def _money(view: RunView) -> Rows:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import collections
+import functools
 import hashlib
+import importlib.metadata
 import json
+import platform
+import socket
 import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,7 +27,7 @@ from refocused.estimate.flops import count_parameters
 from refocused.estimate.memory_plan import needless_offload
 from refocused.estimate.step_time import step_of_run
 from refocused.system.errors import counted
-from refocused.system.hardware import gpu_spec
+from refocused.system.hardware import cpu_name, gpu_spec
 from refocused.system.number_text import count_text
 from refocused.system.world import World
 
@@ -184,6 +189,53 @@ def data_lines(data: DataParts, run: RunConfig, plan: BatchPlan) -> list[str]:
     return [*lines, *tokenizer_lines(config)]
 
 
+def package_versions() -> dict[str, str]:
+    """Return the versions of the packages that decide what a run computes."""
+    packages = ("refocused", "torch", "deepspeed", "transformers")
+    return {name: importlib.metadata.version(name) for name in packages}
+
+
+def setup_record(
+    loaded: LoadedRun, planned: Plan, data: DataParts, *, world: World, command: str
+) -> dict[str, object]:
+    """Return what a session runs, and on what, for its `setup` event: on rank 0; all ranks call.
+
+    Texts are those of the first lines.
+    """
+    is_gpu = world.device_kind == "cuda"
+    device = world.device_name if is_gpu else cpu_name()
+    hosts, devices = zip(*world.gather((socket.gethostname(), device)), strict=True)
+    if not world.is_rank_0:
+        return {}
+    lines = [
+        *opening_lines(loaded, planned, world),
+        *data_lines(data, loaded.config, planned.batch),
+    ]
+    texts = collections.defaultdict[str, list[str]](list)
+    for line in lines:
+        word, _, text = line.strip().partition(" ")
+        texts[word].append(text.strip())
+    counts = collections.Counter(devices).items()
+    packages = {**package_versions(), "python": platform.python_version()}
+    hardware = ", ".join(
+        f"{count} {'x' if is_gpu else 'ranks on'} {name}" for name, count in counts
+    )
+    return {
+        "command": command,  # that resumes the run, without secrets
+        "git": _git_commit(),  # of the code, `-dirty` with changes; `-`: it is not a checkout
+        "versions": packages,  # by package
+        "hardware": hardware,  # GPUs or processors of all ranks
+        "hosts": list(dict.fromkeys(hosts)),  # the machines' names
+        "model": texts["model"],  # family, shape, parameters
+        "batch": texts["batch"],  # sequences and tokens of a step
+        "memory": texts["memory"],  # by plan, of a GPU or rank
+        "data": texts["data"],  # shards, tokens, sequences
+        "sources": texts["source"],  # of a mixture
+        "tokenizer": data.manifest.tokenizer,  # that made the tokens
+        "data_fingerprint": data.manifest.fingerprint,  # of the files and their content
+    }
+
+
 def tokenizer_lines(config: DataConfig) -> list[str]:
     """Return a warning if checkpoints will name a tokenizer that they do not hold."""
     if config.tokenizer == "unknown" or config.tokenizer_is_readable:
@@ -195,14 +247,15 @@ def tokenizer_lines(config: DataConfig) -> list[str]:
     ]
 
 
+@functools.cache
 def _git_commit() -> str:
-    """Return the short commit of the code that runs; `-` outside of a checkout."""
+    """Return the short commit of the code that runs, `-dirty` with changes; `-` if unknown."""
     root = Path(refocused.__file__).parents[1]
     if not (root / "pyproject.toml").is_file():  # installed, maybe inside another repository
         return "-"
     try:
         done = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"],
+            ["git", "describe", "--always", "--dirty", "--exclude=*"],
             cwd=root,
             capture_output=True,
             text=True,

@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import functools
 import gc
-import importlib.metadata
 import itertools
 import json
 import logging
@@ -380,6 +379,8 @@ def run(loaded: LoadedRun, request: Request, world: World, session: Session) -> 
                 (folder / "run.yaml").write_text(render_run(config))
 
         world.on_storage_ranks(write_run_file)
+        setup = banner.setup_record(loaded, planned, data, world=world, command=request.command)
+        reporter.event("setup", "", **setup)
         trainer.saver.checkpointer.prepare()
         trainer.saver.mirror.start()
         if lease is not None:
@@ -802,12 +803,11 @@ def assemble_trainer(
     trainer.spikes = SpikeWatch(config, data.order, report=reporter.event)
 
     # Checkpoints, and their mirror.
-    packages = ("refocused", "torch", "deepspeed", "transformers")
     metadata = RunMetadata(
         run=config.run.name,
         zero_stage=stage,
         dtype=config.precision.resolved,
-        versions={name: importlib.metadata.version(name) for name in packages},
+        versions=banner.package_versions(),
         data_fingerprint=data.manifest.fingerprint,
         data_order=data.order_text,
         data_mixture=describe_mixture(data.order),
