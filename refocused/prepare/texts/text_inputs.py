@@ -8,6 +8,7 @@ import io
 import logging
 import os
 import re
+import urllib.parse
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -19,7 +20,7 @@ from refocused.system.errors import BucketError, ShardError, how_to_install, loc
 from refocused.tokenizers.encoders import HUB
 
 BLOCK_BYTES = 8 * 1024 * 1024
-_FOOTER_BYTES = 256 * 1024  # of a `.parquet`; its columns are read whole
+HUB_SECONDS = 60.0  # without a byte from the hub, then a request is retried
 _ADDRESS = re.compile(rf"({'|'.join(STORES)})://([^/]+)/?(.*)")
 
 
@@ -37,28 +38,28 @@ class RemoteText:
         return f"{self.store}/{self.name}"
 
     def open(self, _mode: str = "rb", block: int = 0) -> BinaryIO:
-        """Open the object, to be read in blocks; reading raises `BucketError` or `ShardError`."""
-        usual = _FOOTER_BYTES if self.name.endswith(".parquet") else BLOCK_BYTES
-        return cast("BinaryIO", io.BufferedReader(_Ranges(self), block or usual))
+        """Open the object, to be read in blocks; reading raises `BucketError` or `ShardError`.
+
+        A `.parquet` has no blocks: its reader reads whole columns, and each read is a request.
+        """
+        if self.name.endswith(".parquet") and not block:
+            return cast("BinaryIO", _Ranges(self))
+        return cast("BinaryIO", io.BufferedReader(_Ranges(self), block or BLOCK_BYTES))
 
     def read(self, start: int, length: int) -> bytes:
         """Return a range, after retries; raise `ShardError` if the object has changed."""
         if self.store.startswith(HUB):  # a commit does not change
             from huggingface_hub import hf_hub_url
-            from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff  # type: ignore[attr-defined]
 
             dataset, _, commit = self.store.removeprefix(HUB).partition("@")
             url = hf_hub_url(dataset, self.name, repo_type="dataset", revision=commit)
-            headers = {**build_hf_headers(), "Range": f"bytes={start}-{start + length - 1}"}
             try:
-                response = http_backoff(
-                    "GET", url, headers=headers, timeout=60, follow_redirects=True
-                )
-                hf_raise_for_status(response)
+                response = _get_from_hub(url, Range=f"bytes={start}-{start + length - 1}")
             except Exception as error:  # of its HTTP library, which depends on its version
                 raise _hub_error(str(self), error) from None
+            received: bytes = response.content
             whole = response.status_code == 200  # a server that knows no ranges
-            return response.content[start : start + length] if whole else response.content
+            return received[start : start + length] if whole else received
         bucket = _bucket(self.store, self.credentials)
         content: bytes = bucket.read(self.name, start=start, length=length)
         now = bucket.info(self.name)
@@ -114,21 +115,26 @@ def find_remote(address: str, credentials: Credentials = BY_ENVIRONMENT) -> list
     address. Raises `BucketError` if the store cannot be listed.
     """
     if address.startswith(HUB):
-        from huggingface_hub import HfApi
-        from huggingface_hub.hf_api import RepoFile
+        from huggingface_hub import constants
 
         dataset, _, pattern = address.removeprefix(HUB).partition(":")
         name, _, revision = dataset.partition("@")
+        # As `dataset_info` and `list_repo_tree`, which has no time limit.
+        url: str | None = f"{constants.ENDPOINT}/api/datasets/{name}"
+        at = f"/revision/{urllib.parse.quote(revision, safe='')}" if revision else ""
+        listed = list[dict[str, Any]]()
         try:
-            commit = HfApi().dataset_info(name, revision=revision or None, timeout=60).sha
-            tree = HfApi().list_repo_tree(
-                name, recursive=True, revision=commit, repo_type="dataset"
-            )
-            files = sorted((file.path, file) for file in tree if isinstance(file, RepoFile))
+            commit = _get_from_hub(f"{url}{at}").json()["sha"]
+            url = f"{url}/tree/{commit}?recursive=true"
+            while url is not None:
+                response = _get_from_hub(url)
+                listed += response.json()
+                url = response.links.get("next", {}).get("url")
+            files = sorted((file["path"], file) for file in listed if file["type"] == "file")
         except Exception as error:  # of its HTTP library, which depends on its version
             raise _hub_error(f"{HUB}{dataset}", error) from None
         store = f"{HUB}{name}@{commit}"
-        texts = [RemoteText(store, path, file.size, file.blob_id) for path, file in files]
+        texts = [RemoteText(store, path, file["size"], file["oid"]) for path, file in files]
     elif (parts := _ADDRESS.fullmatch(address)) is not None:
         store, pattern = f"{parts[1]}://{parts[2]}", parts[3]
         bucket = _bucket(store, credentials)
@@ -146,8 +152,24 @@ def find_remote(address: str, credentials: Credentials = BY_ENVIRONMENT) -> list
     ]
 
 
+def _get_from_hub(url: str, **headers: str) -> Any:
+    """Return the hub's answer, after retries and redirects; raises its libraries' errors."""
+    from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff  # type: ignore[attr-defined]
+
+    response = http_backoff(
+        "GET",
+        url,
+        headers={**build_hf_headers(), **headers},
+        timeout=HUB_SECONDS,
+        follow_redirects=True,
+    )
+    hf_raise_for_status(response)
+    return response
+
+
 def _hub_error(what: str, error: Exception) -> BucketError:
-    reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
+    text = str(error).partition("For more information check")[0]
+    reason = " ".join(text.split()).rstrip(".") or type(error).__name__
     return BucketError(f"{what}: {reason:.300}. Check the name, HF_TOKEN and the connection.")
 
 
@@ -303,6 +325,10 @@ def plan_tasks(files: Iterable[TextFile]) -> list[Task]:
             starts = [0, *ends[:-1]]
             spans = [(Span(path, at, to), to - at) for at, to in zip(starts, ends, strict=True)]
         for span, span_bytes in spans:
+            last = gathered[-1] if gathered else None
+            if last is not None and (last.path, last.end) == (span.path, span.start):
+                # A `.parquet` is opened once a task: its footer may be as large as a row group.
+                span = dataclasses.replace(gathered.pop(), end=span.end)
             gathered.append(span)
             size += span_bytes
             if size >= TASK_BYTES:
