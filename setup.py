@@ -7,6 +7,7 @@ setup(
     package_dir={"refocused.shipped": "config"},
     package_data={
         "refocused": ["py.typed"],
+        "refocused.estimate": ["plan_page.md"],
         "refocused.monitor.screen": ["page.html", "live_screen.tcss", "uplot/*"],
         "refocused.shipped": ["*.yaml", "*/*"],
     },

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 import time
@@ -29,6 +30,7 @@ def run_estimate_cost(parser: Parser) -> int:
     parser.examples = (
         "--config llama_1b_8xh100 --gpus 8 --per-hour 24",
         "--config gpt2_124m --sweep gpus=1,2,4,8",
+        "--config llama_1b_8xh100 --per-hour 24 --budget 1000 --plan plan.md",
         "--measured demo",
     )
     add_overrides(parser)
@@ -41,17 +43,23 @@ def run_estimate_cost(parser: Parser) -> int:
     add("--sweep gpus=1,2,4,8", "compare the run on these numbers of GPUs, by ZeRO stage")
     add("--per-hour USD", "price of the machine (default: cost.per_hour_usd)", type=positive)
     add("--budget USD", "print how far it reaches (default: cost.budget_usd)", type=positive)
+    plan = "write a page for the budget: what it buys, the loss to expect, when to abort"
+    parser.group("output")("--plan FILE", plan, type=Path)
     add_json(parser)
     arguments = parser.read()
     if (arguments.config is None) == (arguments.measured is None):
         raise ConfigError("Name either --config FILE or --measured RUN.")
+    if arguments.plan is not None:
+        parser.refuse(arguments, "has no effect with --plan", "json", "sweep")
     if arguments.measured is not None:
         from refocused.commands.run_measured import measure
         from refocused.commands.run_selection import find_run
 
-        if arguments.overrides or arguments.sweep or arguments.gpus or arguments.gpu:
+        others = (arguments.sweep, arguments.gpus, arguments.gpu, arguments.plan)
+        if arguments.overrides or any(others):
             raise ConfigError(
-                "--measured reports a run as it is. Leave out settings, --gpus, --gpu and --sweep."
+                "--measured reports a run as it is. Leave out settings, --gpus, --gpu, --sweep and "
+                "--plan."
             )
         measured = measure(
             find_run(arguments.measured, option="--measured"),
@@ -65,15 +73,33 @@ def run_estimate_cost(parser: Parser) -> int:
     swept = arguments.sweep
     if swept is not None and not re.fullmatch("gpus=[1-9][0-9]*(,[1-9][0-9]*)*", swept):
         raise ConfigError(f"--sweep {swept}: expected numbers of GPUs, such as gpus=1,2,4,8.")
-    estimate, fix = estimate_of(
+    estimate_with = functools.partial(
+        estimate_of,
         arguments.config,
-        arguments.overrides,
         gpus=arguments.gpus or GPUS,
         gpu=arguments.gpu or GPU,
         per_hour_usd=arguments.per_hour,
         budget_usd=arguments.budget,
         sweep=[int(number) for number in re.findall("[0-9]+", swept or "")],
     )
+    estimate, fix = estimate_with(arguments.overrides)
+    if arguments.plan is not None and fix is None:
+        from refocused.bucket.partial_files import disk_errors
+        from refocused.estimate.plan_page import affordable_steps, plan_page
+        from refocused.system.atomic_files import replace_file
+
+        steps = affordable_steps(estimate)
+        if steps < estimate.main.work.steps:
+            changed = f"run.steps={steps}"
+            planned = f"{estimate.main.work.steps:,}"
+            print_message("warning", f"The budget ends before step {planned}. Planned: {changed}")
+            estimate, fix = estimate_with([*arguments.overrides, changed])
+        page = plan_page(estimate, reach=steps)
+        with disk_errors(arguments.plan):
+            arguments.plan.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(arguments.plan, page.encode())
+        print(arguments.plan)
+        return ExitCode.OK
     lines = [*_lines(estimate), *([] if fix is None else ["", fix])]
     print_result({**estimate.as_record(), "fix": fix}, lines, as_json=arguments.json)
     return ExitCode.OK if fix is None else ExitCode.CHECK_FAILED

@@ -1,5 +1,6 @@
 """Settings of a step: batch, optimizer, schedule, precision and ZeRO."""
 
+import math
 from typing import Annotated, Literal, Self, get_args
 
 import pydantic
@@ -181,6 +182,51 @@ class ScheduleConfig(Section):
             return total_steps - self.decay_steps
         share = DECAY_FRACTION if self.decay_fraction is None else self.decay_fraction
         return total_steps - round(share * total_steps)
+
+
+def share_of_peak(step: int, total_steps: int, schedule: ScheduleConfig) -> float:
+    """Return the learning rate of the update after `step` updates as a share of the peak."""
+    warmup, floor = schedule.warmup_steps, schedule.min_lr_ratio
+    if step < warmup:
+        risen = (step + 1) / warmup
+        if schedule.kind == "one_cycle":
+            return half_cosine(1.0 - risen, floor=0.0)
+        return risen
+    if schedule.kind == "constant":
+        return 1.0
+    if schedule.kind == "warm_restarts":
+        position, length = cycle_at(step, schedule)
+        return half_cosine(position / length, floor=floor)
+    progress = decayed_share(step, total_steps, schedule)
+    if schedule.kind == "linear" or schedule.decay == "linear":
+        return 1.0 - (1.0 - floor) * progress
+    if schedule.kind == "wsd":  # Haegele et al. 2024, eq. 2
+        return 1.0 - (1.0 - floor) * math.sqrt(progress)
+    return half_cosine(progress, floor=floor)
+
+
+def decayed_share(step: int, total_steps: int, schedule: ScheduleConfig) -> float:
+    """Return the share of the decay that a step has behind it.
+
+    From the last update at the peak to the run's last update, which is at the floor.
+    """
+    begin, last = max(0, schedule.decay_begins(total_steps) - 1), total_steps - 1
+    return min(1.0, max(0, step - begin) / max(1, last - begin))
+
+
+def cycle_at(step: int, schedule: ScheduleConfig) -> tuple[float, float]:
+    """Return how far a step is in its cycle of `warm_restarts`, and the cycle's length."""
+    assert schedule.cycle_steps is not None  # checked with the run file
+    position, length = float(step - schedule.warmup_steps), float(schedule.cycle_steps)
+    while position >= length:  # a cycle is `cycle_growth` times as long as the one before
+        position -= length
+        length *= schedule.cycle_growth
+    return position, length
+
+
+def half_cosine(progress: float, *, floor: float) -> float:
+    """Fall from 1 at progress 0 to the floor at progress 1 (Loshchilov & Hutter 2017, eq. 5)."""
+    return floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
 class PrecisionConfig(Section):

@@ -6,54 +6,18 @@ from pathlib import Path
 
 import pydantic
 
-from refocused.config.optimization import ROLES, OptimizerConfig, Role, ScheduleConfig
+from refocused.config.optimization import (
+    ROLES,
+    OptimizerConfig,
+    Role,
+    ScheduleConfig,
+    cycle_at,
+    decayed_share,
+    half_cosine,
+    share_of_peak,
+)
 from refocused.config.yaml_source import parse_yaml_mapping
 from refocused.system.strict_json import MalformedError
-
-
-def _share_of_peak(step: int, total_steps: int, schedule: ScheduleConfig) -> float:
-    warmup, floor = schedule.warmup_steps, schedule.min_lr_ratio
-    if step < warmup:
-        risen = (step + 1) / warmup
-        if schedule.kind == "one_cycle":
-            return _half_cosine(1.0 - risen, floor=0.0)
-        return risen
-    if schedule.kind == "constant":
-        return 1.0
-    if schedule.kind == "warm_restarts":
-        position, length = _cycle(step, schedule)
-        return _half_cosine(position / length, floor=floor)
-    progress = _decayed(step, total_steps, schedule)
-    if schedule.kind == "linear" or schedule.decay == "linear":
-        return 1.0 - (1.0 - floor) * progress
-    if schedule.kind == "wsd":  # Haegele et al. 2024, eq. 2
-        return 1.0 - (1.0 - floor) * math.sqrt(progress)
-    return _half_cosine(progress, floor=floor)
-
-
-def _decayed(step: int, total_steps: int, schedule: ScheduleConfig) -> float:
-    """Return the share of the decay that a step has behind it.
-
-    From the last update at the peak to the run's last update, which is at the floor.
-    """
-    begin, last = max(0, schedule.decay_begins(total_steps) - 1), total_steps - 1
-    return min(1.0, max(0, step - begin) / max(1, last - begin))
-
-
-def _cycle(step: int, schedule: ScheduleConfig) -> tuple[float, float]:
-    """Return how far a step is in its cycle of `warm_restarts`, and the cycle's length."""
-    assert schedule.cycle_steps is not None  # checked with the run file
-    position, length = float(step - schedule.warmup_steps), float(schedule.cycle_steps)
-    while position >= length:  # a cycle is `cycle_growth` times as long as the one before
-        position -= length
-        length *= schedule.cycle_growth
-    return position, length
-
-
-def _half_cosine(progress: float, *, floor: float) -> float:
-    """Fall from 1 at progress 0 to the floor at progress 1 (Loshchilov & Hutter 2017, eq. 5)."""
-    return floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * progress))
-
 
 TOLERANCE = 0.01  # of the peak rate; smaller changes are not reported
 FIRST_MOMENTUM = 0.85  # of a warmup of Muon's momentum
@@ -78,7 +42,7 @@ class RatePlan:
 
     def at(self, step: int, role: Role | None = None) -> float:
         """Return the learning rate of a role, or of all parameters without a rate of their own."""
-        share = _share_of_peak(step, self.total_steps, self.schedule)
+        share = share_of_peak(step, self.total_steps, self.schedule)
         return self.optimizer.peak(role) * share
 
     def momentum_at(self, step: int) -> float:
@@ -88,7 +52,7 @@ class RatePlan:
         momentum = (1 - risen) * FIRST_MOMENTUM + risen * full
         if (end := self.optimizer.momentum_end) is None:
             return momentum
-        fallen = _decayed(step, self.total_steps, self.schedule)
+        fallen = decayed_share(step, self.total_steps, self.schedule)
         return min(momentum, (1 - fallen) * full + fallen * end)
 
     def decay_share_at(self, step: int) -> float:
@@ -96,7 +60,7 @@ class RatePlan:
         kind, done = self.optimizer.decay_schedule, step / self.total_steps
         if kind == "constant":
             return 1.0
-        return 1.0 - done if kind == "linear" else _half_cosine(done, floor=0.0)
+        return 1.0 - done if kind == "linear" else half_cosine(done, floor=0.0)
 
 
 def unfinished_cycle(total_steps: int, schedule: ScheduleConfig) -> str | None:
@@ -104,12 +68,12 @@ def unfinished_cycle(total_steps: int, schedule: ScheduleConfig) -> str | None:
     if schedule.kind != "warm_restarts":
         return None
     last = total_steps - 1
-    position, length = _cycle(last, schedule)
+    position, length = cycle_at(last, schedule)
     left = math.ceil(length - position) - 1  # updates
     if left <= 0:
         return None
     return (
-        f"the last update is at {_share_of_peak(last, total_steps, schedule):.0%} of the peak "
+        f"the last update is at {share_of_peak(last, total_steps, schedule):.0%} of the peak "
         f"rate: its cycle of schedule.kind=warm_restarts ends at step {total_steps + left:,}. Set "
         "run.steps to the end of a cycle"
     )

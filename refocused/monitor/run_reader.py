@@ -15,6 +15,7 @@ from pydantic_core import to_jsonable_python
 
 from refocused.config.prices import cost_usd
 from refocused.config.yaml_source import parse_yaml_mapping
+from refocused.metrics.expected_loss import EXPECTED_LOSS_FILE
 from refocused.metrics.history import (
     METRICS_FILE,
     MetricsTimeline,
@@ -174,6 +175,7 @@ class RunView:
     events: Sequence[Event] = ()  # the last ones
     liveness: Liveness | None = None  # of the training process
     used: RunTime | None = None  # where the time since the first start went
+    expected_loss: Record | None = None  # the curve of the run, or the `reason` why it has none
 
     reported_status = Reported(text, "status")
     host = Reported(text)
@@ -450,6 +452,7 @@ class RunReader:
             with contextlib.suppress(OSError, MalformedError):
                 if (written := file.stat().st_mtime_ns) != self._settings[0]:
                     self._settings = written, dotted(parse_yaml_mapping(file.read_bytes()))
+        expected_file = self.folder / EXPECTED_LOSS_FILE
         view = RunView(
             self.folder.absolute().name,
             now=now,
@@ -470,6 +473,7 @@ class RunReader:
             events=sorted(self._events, key=lambda event: event.time or 0.0),
             liveness=None if self._state is None else liveness_of(self._state),
             used=None if self._recent_only else self._times.read(),
+            expected_loss=None if self._recent_only else read_json(expected_file),
         )
         return view if state.trouble is None else dataclasses.replace(view, state=_restored(view))
 

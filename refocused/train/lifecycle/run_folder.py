@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 import logging
 import os
 import secrets
@@ -9,6 +10,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from refocused.config.batch_plan import BatchPlan
+from refocused.config.load_run import LoadedRun, render_run
+from refocused.data.loader.open_data import DataParts
+from refocused.estimate.flops import count_of_run
+from refocused.metrics.expected_loss import EXPECTED_LOSS_FILE, expected_curve
 from refocused.metrics.jsonl import read_json, utc_now, write_state
 from refocused.system.atomic_files import replace_file
 from refocused.system.errors import ConfigError, TrainingError, as_typed
@@ -136,6 +142,18 @@ def writing(folder: Path) -> Iterator[None]:
             f"The run's folder {folder} cannot be written: {error.strerror}. Make room there, or "
             "set run.directory to a folder on another disk."
         ) from error
+
+
+def write_run_files(folder: Path, loaded: LoadedRun, plan: BatchPlan, data: DataParts) -> None:
+    """Write the run's settings and the loss to expect."""
+    trained = plan.sequences_between(0, loaded.config.run.steps)
+    epochs = trained / sum(source.sequences for source in data.sources)
+    parameters = count_of_run(loaded).total
+    curve = expected_curve(loaded, plan, parameters=parameters, epochs=epochs)
+    expected = {"reason" if isinstance(curve, str) else "curve": curve}
+    with writing(folder):
+        (folder / "run.yaml").write_text(render_run(loaded.config))
+        replace_file(folder / EXPECTED_LOSS_FILE, json.dumps(expected).encode())
 
 
 def find_storage_ranks(folder: Path, world: World) -> World:

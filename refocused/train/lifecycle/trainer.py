@@ -109,6 +109,7 @@ from refocused.train.lifecycle.run_folder import (
     find_storage_ranks,
     has_newer_stop,
     require_one_mirror,
+    write_run_files,
     writing,
 )
 from refocused.train.lifecycle.session import Session
@@ -374,11 +375,8 @@ def run(loaded: LoadedRun, request: Request, world: World, session: Session) -> 
         session.report(training=True)
         session.signals.notices = session.training_notices
 
-        def write_run_file() -> None:
-            with writing(folder):
-                (folder / "run.yaml").write_text(render_run(config))
-
-        world.on_storage_ranks(write_run_file)
+        write_files = functools.partial(write_run_files, folder, loaded, planned.batch, data)
+        world.on_storage_ranks(write_files)
         setup = banner.setup_record(loaded, planned, data, world=world, command=request.command)
         reporter.event("setup", "", **setup)
         trainer.saver.checkpointer.prepare()
