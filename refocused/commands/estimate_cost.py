@@ -55,11 +55,10 @@ def run_estimate_cost(parser: Parser) -> int:
         from refocused.commands.run_measured import measure
         from refocused.commands.run_selection import find_run
 
-        others = (arguments.sweep, arguments.gpus, arguments.gpu, arguments.plan)
-        if arguments.overrides or any(others):
+        parser.refuse(arguments, "has no effect with --measured", "plan")
+        if arguments.overrides or arguments.sweep or arguments.gpus or arguments.gpu:
             raise ConfigError(
-                "--measured reports a run as it is. Leave out settings, --gpus, --gpu, --sweep and "
-                "--plan."
+                "--measured reports a run as it is. Leave out settings, --gpus, --gpu and --sweep."
             )
         measured = measure(
             find_run(arguments.measured, option="--measured"),

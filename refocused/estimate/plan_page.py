@@ -7,8 +7,8 @@ from pathlib import Path
 from refocused.estimate.run_cost import Estimate, RunCost, run_cost
 from refocused.metrics.expected_loss import (
     FITS,
-    LEVEL_SPREAD,
-    SHAPE_SPREAD,
+    LEVEL_BAND,
+    SHIFTED_BAND,
     expected_curve,
     fitted_loss,
     half_band,
@@ -99,8 +99,8 @@ def plan_page(estimate: Estimate, *, reach: int) -> str:
         bucket=month if storage.mirror else "no mirror",
         rows="\n".join(rows),
         basis=basis,
-        level_spread=LEVEL_SPREAD,
-        shape_spread=SHAPE_SPREAD,
+        level_band=LEVEL_BAND[0],
+        shifted_band=SHIFTED_BAND[0],
         bytes_a_token=BYTES_A_TOKEN,
         reach=reach,
         most=count_text(most),

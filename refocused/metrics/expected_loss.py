@@ -22,15 +22,14 @@ POINTS = 100  # of a curve
 # 32,000 ids. The bands below are checked from 0.5 B tokens on (docs/decisions/cost.md).
 PARAMETERS, VOCABULARIES, FEWEST_TOKENS, FIRST_TOKENS = (50e6, 17e9), (30_000, 70_000), 1e9, 5e8
 MOST_EPOCHS = 4  # Muennighoff et al. 2023 (arXiv 2305.16264): so often tokens are as good as new
-# The rest was measured on 26 published loss curves with known learning rates, see the same page.
+# The rest was measured on 37 published loss curves with known learning rates (same page).
 # A run at its peak rate is so far above one that has decayed, in nats; in between, linear.
 ANNEALING = 0.06
 FITTED_RATIO = 0.1  # last learning rate of the fits' runs, as a share of the peak
-LEVEL_SPREAD = 0.3  # nats between the fit and runs on other text, ids and recipes, at the end
-SHAPE_SPREAD = 0.02  # of a curve through the losses so far
-DISTANCE_SPREAD = 0.1  # for each factor e of tokens between two points, of both
+# Half of a band, in nats: at the end, and more for each factor e of tokens up to there.
+LEVEL_BAND = (0.3, 0.1)  # of the fit, for other text, ids and recipes than the fit's
+SHIFTED_BAND = (0.02, 0.15)  # of the end, by a curve through the losses so far
 RECENT = 0.9  # losses from this share of the tokens on place the curve
-
 
 # Tokens so far, ascending, and the expected loss in nats a token.
 Curve = list[tuple[int, float]]
@@ -72,9 +71,9 @@ def loss_at(curve: Curve, tokens: float) -> float | None:
     return before + (after - before) * (tokens - low) / (high - low)
 
 
-def half_band(curve: Curve, tokens: float) -> float:
-    """Return how far published runs are from the fit at so many tokens, in nats."""
-    return LEVEL_SPREAD + DISTANCE_SPREAD * math.log(curve[-1][0] / tokens)
+def half_band(curve: Curve, tokens: float, *, band: tuple[float, float] = LEVEL_BAND) -> float:
+    """Return half of the band at so many tokens, in nats: of the fit, or of the end from there."""
+    return band[0] + band[1] * math.log(curve[-1][0] / tokens)
 
 
 def expected_end(curve: Curve, steps: Sequence[StepMetrics]) -> tuple[float, float] | None:
@@ -92,8 +91,8 @@ def expected_end(curve: Curve, steps: Sequence[StepMetrics]) -> tuple[float, flo
     ]
     if not distances:
         return None
-    band = SHAPE_SPREAD + DISTANCE_SPREAD * math.log(curve[-1][0] / last)
-    return curve[-1][1] + statistics.fmean(distances), band
+    shift = statistics.fmean(distances)
+    return curve[-1][1] + shift, half_band(curve, last, band=SHIFTED_BAND)
 
 
 def expected_curve(

@@ -35,6 +35,7 @@ def replace_file(
         OSError: The disk is full or not writable.
     """
     unique = f".{os.urandom(8).hex()}" if concurrent else ""  # containers share process ids
+    path = path.absolute()  # `.` has a name then, and is refused as any folder
     temporary = path.with_name(f".{path.name}{unique}.part")
     try:
         with temporary.open("wb") as file:

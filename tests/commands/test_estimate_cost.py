@@ -217,3 +217,58 @@ def test_what_a_run_cost_and_a_budget_was_good_for(here, capsys, status, step, b
     assert f": {answer}\n" in text
     assert "in 2 sessions, $50.00, $0.1000 a million tokens" in text
     assert ("left  " in text) == (status == "stopped")
+
+
+def test_a_plan_for_a_thousand_dollars(capsys):
+    def plan(*arguments):
+        assert main([*arguments, "--per-hour", "24", "--plan", "plans/plan.md"]) == 0
+        printed = capsys.readouterr()
+        assert printed.out == "plans/plan.md\n"
+        return Path("plans/plan.md").read_text(), printed.err
+
+    llama = ("--config", "llama_1b_8xh100", "--budget", "1000")
+    likely = estimated(capsys, *llama, "--per-hour", "24")["scenarios"][1]
+    page, warnings = plan(*llama)
+    assert not warnings
+    assert f"| cost | ${likely['cost_usd']:,.2f};" in page
+    assert "| tokens | 20.45 B, 20.1 a parameter (20 are compute-optimal) |" in page
+    dollars, hours = likely["cost_usd"], likely["hours"]
+    end = f"| 10 | {hours:.1f} | 20.45 B | {dollars:,.2f} | 2.53 (2.23 to 2.83) | 0.810 |"
+    assert end in page and page.count("B | ") == 10  # 2.53 / ln 2 / 4.5 bits a byte
+    assert "2.53 by Besiroglu" in page and "2.57 by Hoffmann" in page
+    assert "suit a larger model" not in page
+    # The rest of the money: all of it would pay for so many steps, and not for one more.
+    steps = int(re.search("pays for ([0-9,]+) steps", page)[1].replace(",", ""))
+    for number, is_paid in ((steps, True), (steps + 1, False)):
+        (cost,) = estimated(capsys, *llama[:2], "--per-hour", "24", f"run.steps={number}")[
+            "scenarios"
+        ][1:2]
+        assert (cost["cost_usd"] <= 1000) is is_paid
+    # A run that costs more is shortened, and its tokens suit a larger model.
+    page, warnings = plan("--config", "gpt2_1b_8xh100_fast", "--budget", "500")
+    assert re.search("budget ends before step 100,000. Planned: run.steps=[0-9]{5}", warnings)
+    assert "tokens a parameter suit a larger model" in page
+    cost = re.search("[|] cost [|] [$]([0-9.]+);", page)
+    assert 499 < float(cost[1]) <= 500
+    # Bytes are no tokens of a fit: hours and dollars without a loss.
+    page, _ = plan("--config", "demo", "--budget", "1000")
+    assert "No loss is given: the fits hold for attention, 50 M" in page and "The fit" not in page
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--per-hour 24", "--plan needs a budget and a price"),
+        ("--budget 1000", "--plan needs a budget and a price"),
+        ("--budget 1 --per-hour 24", "does not pay for the start, one step and its checkpoint"),
+        ("--budget 1000 --per-hour 24 run.device=cpu", "--plan needs GPUs"),
+        ("--budget 1000 --per-hour 24 --gpu Voodoo", "'Voodoo' is not a known GPU"),
+        ("--budget 1000 --per-hour 24 --json", "--json has no effect with --plan"),
+        ("--budget 1000 --per-hour 24 --plan .", ".: Is a directory"),
+    ],
+)
+def test_a_plan_that_cannot_be_made_is_one_sentence(capsys, arguments, message):
+    assert main(["--config", "demo", "--plan", "plan.md", *arguments.split()]) != 0
+    printed = capsys.readouterr()
+    assert message in printed.err and printed.err.count("error:") == 1
+    assert not Path("plan.md").exists()

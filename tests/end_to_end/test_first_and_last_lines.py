@@ -41,6 +41,8 @@ def test_a_dry_run_checks_everything_and_takes_no_step(tmp_path: Path) -> None:
     trained = train(tmp_path, *SETTINGS, "--max_steps", "12", "--profile", "2", ranks=2)
     assert "profile 2 steps" in trained.out[0] and "data wait" in trained.out[0]
     assert (run / "profile" / "steps_11-12.trace.json").exists()
+    expected = json.loads((run / "expected_loss.json").read_text())
+    assert expected["reason"].startswith("the fits hold for attention, 50 M")
     before = contents(run)
     again = train(tmp_path, *SETTINGS, "--dry-run", ranks=2)
     assert "resume   step 12" in again.out[0] and "held out" not in again.out[0]

@@ -77,7 +77,7 @@ def test_a_published_run_ends_where_its_losses_so_far_let_expect(seen: int) -> N
     expected = expected_end(curve, steps)
     assert expected is not None
     end, half = expected
-    assert half == pytest.approx(0.02 + 0.1 * math.log(60_000 / seen))
+    assert half == pytest.approx(0.02 + 0.15 * math.log(60_000 / seen))
     assert abs(end - LLMC_350M[60_000]) < half < abs(curve[-1][1] - LLMC_350M[60_000])
 
 
@@ -101,7 +101,7 @@ def test_the_loss_between_points_and_outside() -> None:
     assert loss_at(curve, 99) is loss_at(curve, 401) is None
     assert expected_end(curve, []) is expected_end(curve, [StepMetrics(1, tokens=50)]) is None
     steps = [StepMetrics(1, tokens=100, loss=9.0), StepMetrics(2, tokens=200, loss=3.5)]
-    assert expected_end(curve, steps) == pytest.approx((2.5, 0.02 + 0.1 * math.log(2)))
+    assert expected_end(curve, steps) == pytest.approx((2.5, 0.02 + 0.15 * math.log(2)))
 
 
 @pytest.mark.parametrize(

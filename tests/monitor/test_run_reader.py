@@ -9,7 +9,7 @@ from monitor.watched_run import GPU, NOW, STEP_SECONDS, iso, new_run
 
 from refocused.monitor.readings import as_record
 from refocused.monitor.run_reader import METRICS_BYTES, RECENT_STEPS, RunReader
-from refocused.monitor.screen.run_lines import all_lines, run_rows
+from refocused.monitor.screen.run_lines import all_lines, expected_loss_text, run_rows
 
 PRINTED = """\
  one  TRAINING  step 1,000/2,000 50.0%  last line 10 s ago
@@ -237,3 +237,31 @@ def test_alarms_read_the_end_of_a_long_file_and_the_readings_of_other_machines(t
     assert numbers(view) == list(range(3001 - RECENT_STEPS, 3001))
     assert [gpu.host for gpu in view.gpus] == ["node2"]
     assert [gpu.host for gpu in run.view().gpus] == ["node1", "node2"]
+
+
+def test_the_loss_is_shown_beside_the_expected_one(tmp_path):
+    run = new_run(tmp_path)
+    run.begin()
+    file, billion = run.folder / "expected_loss.json", 1_000_000_000
+
+    def expected(loss: float, tokens: int) -> tuple[list[str], str]:
+        run.line(
+            "training_metrics", NOW, {"kind": "step", "step": 1010, "loss": loss, "tokens": tokens}
+        )
+        view = run.view()
+        return [line for line in printed(view) if " expected " in line], expected_loss_text(view)
+
+    assert expected(3.12, 4 * billion) == ([], "")  # an older run
+    file.write_text(json.dumps({"curve": [[billion, 4.0], [4 * billion, 3.0], [8 * billion, 2.8]]}))
+    # Half a band of 0.3 + 0.1 ln 2; at the end 2.8 + 0.12, with 0.02 + 0.15 ln 2.
+    end = "end 2.92 +- 0.12 by the losses so far"
+    (line,), text = expected(3.12, 4 * billion)
+    assert line == f" expected 2.63 to 3.37 at 4.00 B tokens; {end}"
+    assert line.endswith(text)
+    assert expected(3.4, 4 * billion)[1].startswith("2.63 to 3.37 at 4.00 B tokens (it is above)")
+    assert expected(5.0, billion // 2)[1] == "from 1.00 B tokens on"
+    # Why there is none stands in the summary alone.
+    file.write_text(json.dumps({"reason": "the run continues another model"}))
+    assert expected(3.12, 4 * billion) == ([], "the run continues another model")
+    file.write_text('{"curve": [[2, ')
+    assert expected(3.12, 4 * billion) == ([], "")

@@ -5,6 +5,7 @@ import json
 import os
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -15,7 +16,10 @@ from thread_ranks import on_two_ranks, results
 from refocused.checkpoints.resume.resume_selection import Selection
 from refocused.checkpoints.step.checkpoint_directory import FIRST_BRANCH
 from refocused.checkpoints.step.checkpoint_manifest import Origin
+from refocused.config.batch_plan import BatchPlan
+from refocused.config.load_run import load_run
 from refocused.config.outputs import CheckpointConfig
+from refocused.metrics.expected_loss import curve_from_record
 from refocused.system.errors import CheckpointError, ConfigError, TrainingError
 from refocused.system.locks import FileLock
 from refocused.system.processes import identify, is_running
@@ -28,6 +32,7 @@ from refocused.train.lifecycle.run_folder import (
     find_storage_ranks,
     has_newer_stop,
     require_one_mirror,
+    write_run_files,
 )
 from refocused.train.lifecycle.trainer import Request
 
@@ -212,3 +217,18 @@ def test_a_start_names_the_ids_that_it_adds_or_cuts(changed, said, monkeypatch):
     resume.start_or_resume(trainer, Selection(None, FIRST_BRANCH), start)
     words = f"weights of {origin}{said}, loss 6.2500 on random tokens"
     assert log == [f"start    from step 0, {words}"]
+
+
+@pytest.mark.parametrize(("sequences", "key"), [(10_000_000, "curve"), (2_000_000, "reason")])
+def test_the_run_file_and_the_expected_loss_are_written(
+    tmp_path: Path, sequences: int, key: str
+) -> None:
+    loaded, plan = load_run("llama_1b_8xh100"), BatchPlan(16, 4, 8, 2048)  # 9,984,000 sequences
+    data: Any = SimpleNamespace(sources=[SimpleNamespace(sequences=sequences)])
+    write_run_files(tmp_path, loaded, plan, data)
+    assert load_run(tmp_path / "run.yaml").config == loaded.config
+    record = json.loads((tmp_path / "expected_loss.json").read_text())
+    assert list(record) == [key]
+    curve = curve_from_record(record)
+    assert (curve is None) is (key == "reason")
+    assert curve is None or curve[-1][0] == 19_500 * plan.tokens

@@ -18,6 +18,7 @@ from refocused.metrics.jsonl import JsonLinesTail, Record, number, text, whole_n
 from refocused.monitor.readings import AlarmEvent, GpuMinute, read_gpu_minutes
 from refocused.monitor.run_reader import RunView, event_of
 from refocused.monitor.screen.pictures import columns
+from refocused.monitor.screen.run_lines import expected_loss_text
 from refocused.system.atomic_files import replace_file
 from refocused.system.errors import counted
 from refocused.system.number_text import dollars, duration, known, moment, percent, value
@@ -190,6 +191,8 @@ def _progress(view: RunView) -> Rows:
         ("tokens", value(view.tokens, ",")),
         ("training loss", value(view.loss, ".4f")),
     ]
+    if expected := expected_loss_text(view):
+        rows.append(("expected loss", expected))
     at_best = f" at step {view.best_step or 0:,}"
     for what, loss, bits, where in (
         ("validation loss", view.validation_loss, view.bits_per_byte, ""),
