@@ -42,7 +42,7 @@ FEWER_STEPS = (
 PLACED = {"texts", "bpe", "old", "book.txt", "val.jsonl"}
 RECORDS = ("training_metrics", "performance_metrics", "gpu_metrics")
 ALWAYS = {"time", "kind", "updated"}
-WRITTEN = {"tokens.png", "curve.png", "mine.yaml", "model", "tokenizer.json"}
+WRITTEN = {"plan.md", "tokens.png", "curve.png", "mine.yaml", "model", "tokenizer.json"}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -93,7 +93,8 @@ def run_estimate_cost(parser: Parser) -> int:
             planned = f"{estimate.main.work.steps:,}"
             print_message("warning", f"The budget ends before step {planned}. Planned: {changed}")
             estimate, fix = estimate_with([*arguments.overrides, changed])
-        page = plan_page(estimate, reach=steps)
+        facts = list(_facts(estimate))[:-1]  # the prices of machines are not on the page
+        page = plan_page(estimate, facts, reach=steps)
         with disk_errors(arguments.plan):
             arguments.plan.parent.mkdir(parents=True, exist_ok=True)
             replace_file(arguments.plan, page.encode())

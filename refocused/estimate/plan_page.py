@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Iterable
 from pathlib import Path
 
 from refocused.estimate.run_cost import Estimate, RunCost, run_cost
@@ -15,7 +16,7 @@ from refocused.metrics.expected_loss import (
     loss_at,
 )
 from refocused.system.errors import ConfigError
-from refocused.system.number_text import count_text, duration, size_text
+from refocused.system.number_text import count_text, duration
 
 TEMPLATE = Path(__file__).with_suffix(".md")
 TENTHS = 10
@@ -54,15 +55,12 @@ def _cost(estimate: Estimate, steps: int) -> RunCost:
     return run_cost(work, main.step, gpus=main.gpus, per_hour_usd=price, budget_usd=budget)
 
 
-def plan_page(estimate: Estimate, *, reach: int) -> str:
-    """Return the plan of a run whose budget pays for `reach` steps."""
-    main, storage, total = estimate.main, estimate.storage, estimate.parameters.total
-    work, costs, price = main.work, main.scenarios, main.per_hour_usd or 0.0
+def plan_page(estimate: Estimate, facts: Iterable[tuple[str, str]], *, reach: int) -> str:
+    """Return the plan of a run whose budget pays for `reach` steps; `facts` are of its estimate."""
+    main, total, price = estimate.main, estimate.parameters.total, estimate.main.per_hour_usd or 0.0
+    work, likely = main.work, main.likely
     curve = expected_curve(estimate.loaded, main.plan, parameters=total)
-    rows, basis = [], f"No loss is given: {curve}."
-    if not isinstance(curve, str):
-        ends = [f"{fitted_loss(total, work.tokens, fit=fit):.2f} by {fit}" for fit in FITS]
-        basis = f"At the end: {', '.join(ends)}."
+    rows = []
     for tenth in range(1, TENTHS + 1):
         steps = max(1, work.steps * tenth // TENTHS)
         tokens, cost = dataclasses.replace(work, steps=steps).tokens, _cost(estimate, steps)
@@ -74,34 +72,31 @@ def plan_page(estimate: Estimate, *, reach: int) -> str:
         rows.append(f"| {tenth} | {spent} | {losses} |")
     most, ratio = dataclasses.replace(work, steps=reach).tokens, work.tokens / total
     best = math.sqrt(work.flops_per_token * most / 6 / OPTIMAL_TOKENS)  # C = 6 N D, D = 20 N
-    hint = ""
+    basis, hint = f"No loss is given: {curve}.", ""
     if not isinstance(curve, str):
+        ends = [f"{fitted_loss(total, work.tokens, fit=fit):.2f} by {fit}" for fit in FITS]
+        basis = f"At the end: {', '.join(ends)}."
         hint = (
-            f"The fit\ngives {fitted_loss(total, most):.2f} there, and for the same compute "
+            f"The fit gives {fitted_loss(total, most):.2f} there, and for the same compute "
             f"{fitted_loss(best, OPTIMAL_TOKENS * best):.2f} to {count_text(best)} parameters on "
             f"{count_text(OPTIMAL_TOKENS * best)} tokens."
         )
     if not 1 / FAR <= ratio / OPTIMAL_TOKENS <= FAR:
         size = "larger" if ratio > OPTIMAL_TOKENS else "smaller"
-        hint += f" {ratio:,.1f} tokens a parameter suit a {size} model for the same dollars."
-    month = f"{size_text(storage.mirror)}, ${estimate.bucket_month_usd:,.2f} a month"
-    likely = costs[1]
+        hint += f" The {ratio:,.1f} of this plan suit a {size} model for the same dollars."
     parts = (likely.training_seconds, likely.evaluation_seconds, likely.save_seconds)
     return TEMPLATE.read_text(encoding="utf-8").format(
         e=estimate,
-        costs=costs,
+        costs=main.scenarios,
+        facts="\n".join(f"| {name} | {text} |" for name, text in facts),
         parts=[seconds / 3600 * price for seconds in (*parts, likely.start_up_seconds)],
-        ratio=ratio,
-        tokens=count_text(work.tokens),
         time=duration(likely.hours * 3600),
-        disk=size_text(storage.disk),
-        data=size_text(storage.data),
-        bucket=month if storage.mirror else "no mirror",
         rows="\n".join(rows),
         basis=basis,
         level_band=LEVEL_BAND[0],
         shifted_band=SHIFTED_BAND[0],
         bytes_a_token=BYTES_A_TOKEN,
+        optimal_tokens=OPTIMAL_TOKENS,
         reach=reach,
         most=count_text(most),
         most_ratio=most / total,

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from commands.trained_run import RUN, write_run, write_settings
 from evaluate.core_bundle import write_bundle
+from ranks import ROOT
 
 from refocused.checkpoints.step.checkpoint_manifest import MANIFEST
 from refocused.commands.main import run_command
@@ -230,13 +231,13 @@ def test_a_plan_for_a_thousand_dollars(capsys):
     likely = estimated(capsys, *llama, "--per-hour", "24")["scenarios"][1]
     page, warnings = plan(*llama)
     assert not warnings
-    assert f"| cost | ${likely['cost_usd']:,.2f};" in page
-    assert "| tokens | 20.45 B, 20.1 a parameter (20 are compute-optimal) |" in page
+    assert f"| cost | {likely['hours']:.1f} h and ${likely['cost_usd']:,.2f} at $24.00" in page
+    assert "1,048,576 tokens = 20.45 B tokens, 20.1 a parameter |" in page
     dollars, hours = likely["cost_usd"], likely["hours"]
     end = f"| 10 | {hours:.1f} | 20.45 B | {dollars:,.2f} | 2.53 (2.23 to 2.83) | 0.810 |"
-    assert end in page and page.count("B | ") == 10  # 2.53 / ln 2 / 4.5 bits a byte
+    assert end in page and page.count(" B | ") == 10  # 2.53 / ln 2 / 4.5 bits a byte
     assert "2.53 by Besiroglu" in page and "2.57 by Hoffmann" in page
-    assert "suit a larger model" not in page
+    assert "of this plan suit" not in page
     # The rest of the money: all of it would pay for so many steps, and not for one more.
     steps = int(re.search("pays for ([0-9,]+) steps", page)[1].replace(",", ""))
     for number, is_paid in ((steps, True), (steps + 1, False)):
@@ -244,11 +245,14 @@ def test_a_plan_for_a_thousand_dollars(capsys):
             "scenarios"
         ][1:2]
         assert (cost["cost_usd"] <= 1000) is is_paid
+    # The guide shows the page as it is.
+    mirrored, _ = plan(*llama, "checkpoint.mirror=data/mirror")
+    assert f"```text\n{mirrored}```" in (ROOT / "docs/guides/eight_gpus.md").read_text()
     # A run that costs more is shortened, and its tokens suit a larger model.
     page, warnings = plan("--config", "gpt2_1b_8xh100_fast", "--budget", "500")
     assert re.search("budget ends before step 100,000. Planned: run.steps=[0-9]{5}", warnings)
-    assert "tokens a parameter suit a larger model" in page
-    cost = re.search("[|] cost [|] [$]([0-9.]+);", page)
+    assert "of this plan suit a larger model" in page
+    cost = re.search("[|] cost [|] [0-9.]+ h and [$]([0-9.]+) at", page)
     assert 499 < float(cost[1]) <= 500
     # Bytes are no tokens of a fit: hours and dollars without a loss.
     page, _ = plan("--config", "demo", "--budget", "1000")
