@@ -27,6 +27,7 @@ from refocused.estimate.memory_plan import refuse_cpu
 from refocused.metrics.jsonl import JsonLinesTail
 from refocused.monitor.readings import AlarmEvent
 from refocused.monitor.sampler.gpu_reader import NoGpusError, gpu_capabilities
+from refocused.monitor.sampler.start_sampler import begin_on_end
 from refocused.system.errors import (
     ConfigError,
     ExitCode,
@@ -385,6 +386,7 @@ class Launches:
     began_seconds: float
     is_dry_run: bool = False
     signals: StopSignals = dataclasses.field(default_factory=StopSignals)
+    _has_trained: bool = False  # in any launch
     _crashed_seconds: float | None = None  # monotonic time of the crash before the next launch
 
     def __post_init__(self) -> None:
@@ -438,6 +440,11 @@ class Launches:
         elif verdict.code == ExitCode.OK and not self.gpus:
             with contextlib.suppress(RefocusedError, OSError):  # too large, or no screen
                 print(*rental_lines(self.loaded), sep="\n", flush=True)
+        # A failure without a checkpoint has nothing to lose, but somebody who looks at it.
+        is_end = newest or verdict.code in (ExitCode.OK, *NO_FAILURES)
+        if is_end and self._has_trained and not self._should_stop():
+            for line in begin_on_end(self.loaded.config, verdict.code):
+                print_message(None, line)
         return verdict.code
 
     def _should_stop(self) -> bool:
@@ -469,7 +476,7 @@ class Launches:
             ).run()
             if any(note.training for note in launch.notes()):
                 # --resume applies to the first launch only: a restart from there would lose steps.
-                self.arguments = without_resume(self.arguments)
+                self.arguments, self._has_trained = without_resume(self.arguments), True
             return verdict
         finally:
             launch.end()

@@ -31,7 +31,14 @@ from refocused.commands.arguments import (
     report,
 )
 from refocused.commands.output import count
-from refocused.system.errors import ExitCode, RefocusedError, as_typed, counted, from_here
+from refocused.system.errors import (
+    ConfigError,
+    ExitCode,
+    RefocusedError,
+    as_typed,
+    counted,
+    from_here,
+)
 from refocused.system.launchers import VISIBLE, complete_environment, ranks_here, visible_gpus
 from refocused.system.logs import log_unexpected, print_message, start_screen
 
@@ -140,12 +147,14 @@ def without_resume(typed: Sequence[str]) -> list[str]:
 def printed(words: Sequence[str]) -> str:
     """Return a command as text for the screen, logs and trackers: without secrets, so not to run.
 
-    Only the addresses of `log` are secrets; a prompt may hold others.
+    Only the addresses of `log` and the command of `run.on_end` are secrets; a prompt may hold
+    other addresses.
     """
     from refocused.config.outputs import without_secrets
 
+    secret = ("log", "run")
     return shlex.join(
-        without_secrets(word) if word.lstrip("-").startswith("log") else word for word in words
+        without_secrets(word) if word.lstrip("-").startswith(secret) else word for word in words
     )
 
 
@@ -217,12 +226,17 @@ def load(arguments: argparse.Namespace) -> LoadedRun:
     """Load the run file with the command line's settings; raise ConfigError if one is wrong."""
     from refocused.checkpoints.resume.changes import check_allowable
     from refocused.config.load_run import load_run
+    from refocused.config.outputs import HIDDEN
 
     check_allowable(arguments.allow_change)
     overrides = list(arguments.overrides)
     if arguments.max_steps is not None:
         overrides.append(f"run.steps={arguments.max_steps}")
     loaded = load_run(arguments.config, overrides, name=arguments.run)
+    if loaded.config.run.on_end == HIDDEN:
+        raise ConfigError(
+            f"{loaded.file}: run.on_end = {HIDDEN}: a run does not write its command. Set it again."
+        )
     arguments.parent = loaded.config.run.name if arguments.new else None
     return load_run(arguments.config, overrides, name=arguments.new) if arguments.new else loaded
 

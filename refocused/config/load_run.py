@@ -204,10 +204,11 @@ class _Source:
         """List the settings whose value on the command line differs from the file's."""
         changes = []
         for path, setting in yaml_source.without_parts(self._typed, self._typed).items():
-            below = self._written.get(path)
+            below, name = self._written.get(path), ".".join(path)
             if below is None or as_yaml(below.value) != as_yaml(setting.value):
-                before = _default(path) if below is None else without_secrets(_one_line(below))
-                changes.append(Change(".".join(path), before, without_secrets(_one_line(setting))))
+                known = [f"{name} {_one_line(each)}" for each in (below, setting) if each]
+                *before, after = [without_secrets(text).partition(" ")[2] for text in known]
+                changes.append(Change(name, before[0] if before else _default(path), after))
         return changes
 
     def add_misfits(self, misfits: Iterable[Misfit]) -> None:

@@ -101,8 +101,12 @@ class EvaluationConfig(Section):
         return () if first is None else (first, *self.further_prompts)
 
 
+HIDDEN = "(hidden)"  # in place of the command of `run.on_end`, in all that a run writes
+
+
 def without_secrets(text: str) -> str:
-    """Shorten every web address in a text to its host: the rest of it may be a secret."""
+    """Hide the command of `run.on_end`, and all of a web address but its host."""
+    text = re.sub(r"(?s)(\bon_end\W).*", rf"\1{HIDDEN}", text)
     return re.sub(r"(https?://)(?:[^/@\s]*@)?([^/?#\s'\"]*)[^\s'\"]*", r"\1\2/...", text)
 
 

@@ -15,6 +15,7 @@ from refocused.config.optimization import (
     ZeroSettings,
 )
 from refocused.config.outputs import (
+    HIDDEN,
     CheckpointConfig,
     CostConfig,
     EvaluationConfig,
@@ -157,6 +158,17 @@ class RunSection(Section):
     """Without progress of any rank for so long, the run explains the hang and stops with exit code
     6; validations may take three times as long, saves and the first steps an hour. Null: the time
     of 20 steps, at least 5 minutes; 0: never, as with `log.sample_seconds: 0`."""
+    on_end: Annotated[str, matching(r"(?s:.*\S.*)", "expected a shell command")] | None = setting(
+        None, "sudo shutdown -h +5"
+    )
+    """Shell command that each machine runs once, when the run has ended by itself (by its last
+    step, a limit, or under `launch` a failure that is not restarted) and its mirror is complete; so
+    it may shut the machine down. `REFOCUSED_RUN`, `_FOLDER`, `_EXIT_CODE`, `_STEP` and `_NODE` are
+    set. A run that somebody stops does not run it. Logs, `run.yaml` and trackers do not show it."""
+
+    @pydantic.field_serializer("on_end")
+    def _hide_command(self, text: str | None) -> str | None:
+        return None if text is None else HIDDEN
 
 
 class RunConfig(Section):

@@ -122,7 +122,7 @@ class Examination:
             text = (
                 "NOT CHECKED without the GPUs: their health and links, compilers, free memory and "
             )
-            words = [without_secrets(w) if w.startswith("log") else w for w in self.arguments]
+            words = [without_secrets(w) if w[:3] in ("log", "run") else w for w in self.arguments]
             fix = f"On the machine: {as_typed('doctor')} {shlex.join(words)}"
             yield Finding("step", "warn", f"{text}and disk, an all-reduce, a real step", fix)
             return

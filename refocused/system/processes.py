@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import pkgutil
+import signal
 import socket
 import subprocess
 import sys
@@ -92,6 +93,7 @@ def is_running(state: Mapping[str, Any]) -> bool:
 
 
 START_TIMEOUT_SECONDS = 60.0
+COMMAND_VARIABLE = "REFOCUSED_COMMAND"  # holds a shell command until the shell has read it
 
 
 def start_detached(
@@ -125,6 +127,29 @@ def start_detached(
             check=True,
         )
     return int(starter.stdout)
+
+
+def run_shell(command: str, given: bytes, limit_seconds: float, **variables: str) -> str | None:
+    """Run a shell command, with this on its standard input; return why it failed, else None.
+
+    The command, which may hold a secret, is in no process's arguments, which every user can read.
+    Its output is dropped. After `limit_seconds` all of its processes are killed.
+    """
+    with subprocess.Popen(
+        f'command=${COMMAND_VARIABLE}; unset {COMMAND_VARIABLE}; eval "$command"',
+        shell=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        env={**os.environ, **variables, COMMAND_VARIABLE: command},
+    ) as process:
+        try:
+            process.communicate(given, timeout=limit_seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            return f"the command took longer than {limit_seconds:g} s"
+    return f"exit code {process.returncode}" if process.returncode else None
 
 
 def _main(function: str, argument: str) -> int:

@@ -22,7 +22,7 @@ STAND_IN = Path(__file__).with_name("rank_stand_in.py")
 RUN, SCRIPT = Path("runs/stand_in"), ROOT / "launch" / "train.sh"
 # The real command, with the stand-in for DeepSpeed and without a run file.
 COMMAND = """
-import sys
+import os, sys
 from refocused.commands import launch
 from refocused.config.load_run import load_run
 launch.LAST_RANKS_SECONDS = launch.HURRIED_SECONDS = 2.0
@@ -31,8 +31,9 @@ launch.SCRIPT = sys.argv[1]
 launch.deepspeed_command = lambda environment, gpus: [
     sys.executable, sys.argv[1], "deepspeed", sys.argv[2]
 ]
+on_end = [f"run.on_end={os.environ['ON_END']}"] if "ON_END" in os.environ else []
 launches = launch.Launches(
-    load_run("demo", ["run.device=cpu"], name="stand_in"),
+    load_run("demo", ["run.device=cpu", "checkpoint.mirror=null", *on_end], name="stand_in"),
     gpus=0,
     typed=["--config", "demo", "--resume", "7", "--as", "new"],
     arguments=["--config", "demo", "--resume", "none", *sys.argv[6:]],
@@ -206,6 +207,36 @@ def test_a_crash_starts_again_as_long_as_steps_are_gained(
     assert started.said().count("Restarting from step") == starts_again
     same = f"hint: No checkpoint was saved. Start again: {SCRIPT} --config demo --resume 7 --as new"
     assert (same in started.said()) == (scenario == "dies")
+
+
+@pytest.mark.parametrize(
+    ("scenario", "signals", "runs"),
+    [
+        ("gains", False, True),
+        ("dies", False, False),
+        ("works", False, True),
+        ("works", True, False),
+        ("trains", True, False),
+    ],
+)
+def test_the_command_at_the_end_runs_once_unless_somebody_stops(
+    tmp_path, monkeypatch, scenario, signals, runs
+):
+    """Not after a failure without a checkpoint either: there is nothing to lose but a person."""
+    monkeypatch.setenv("ON_END", f"echo $REFOCUSED_EXIT_CODE >> {tmp_path}/ended")
+    (tmp_path / RUN).mkdir(parents=True)
+    (tmp_path / RUN / "run.yaml").touch()
+    if scenario == "works":
+        (tmp_path / RUN / "checkpoints" / "checkpoint_step_9").mkdir(parents=True)
+    with tree(tmp_path, scenario, restarts=1) as started:
+        started.wait_for("training-0", "training-1")
+        if signals:
+            os.kill(started.process.pid, signal.SIGINT)
+        code = started.process.wait(60)
+        until(lambda: started.members() == {}, said=started.said)
+    ended = (tmp_path / "ended").read_text() if (tmp_path / "ended").exists() else ""
+    assert ended == (f"{code}\n" if runs else ""), started.said()
+    assert ("run.on_end runs in the background" in started.said()) == runs
 
 
 def test_a_restart_repeats_all_that_was_given_but_the_resume(tmp_path):

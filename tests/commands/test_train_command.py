@@ -244,9 +244,9 @@ TRAIN = f"{ROOT}/launch/train.py --config demo"
 )
 def test_the_command_to_go_on_does_not_go_back_again(resume):
     secret = "log.on_alarm=https://hooks.example/SECRET"  # the command is logged
-    typed = [*TYPED, *resume.split(), "--run", "a b", "run.steps=9", secret]
+    typed = [*TYPED, *resume.split(), "--run", "a b", "run.steps=9", secret, "run.on_end=SECRET"]
     found = train.resume_command(typed, ranks=2, ranks_here=2)
-    shown = "run.steps=9 log.on_alarm=https://hooks.example/..."
+    shown = "run.steps=9 log.on_alarm=https://hooks.example/... 'run.on_end=(hidden)'"
     assert found == f"deepspeed --num_gpus 2 {TRAIN} --run 'a b' {shown}"
 
 

@@ -18,8 +18,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from refocused.commands import train
 from refocused.config import shipped_files
 from refocused.config.load_run import Change, find_config, load_run, read_run, render_run
+from refocused.config.outputs import HIDDEN, without_secrets
 from refocused.config.setting_help import SECTION_SYNONYMS, SECTIONS, SYNONYMS, settings_in
 from refocused.system.errors import ConfigError, ExitCode
 
@@ -194,6 +196,22 @@ def test_of_addresses_that_may_be_secret_only_the_host_is_shown(tmp_path: Path) 
         shown[change.after] = rendered.config.log.on_alarm
     assert list(shown) == ["https://hooks.example/...", "curl 'https://hooks.example/...' -d @-"]
     assert list(shown.values()) == list(shown)
+
+
+def test_the_command_at_the_end_is_hidden_in_all_that_a_run_writes(tmp_path: Path) -> None:
+    command = "curl -H 'Authorization: KEY' https://api.example/stop # run.on_end=x"
+    typed = f"run.on_end={json.dumps(command)}"
+    loaded = load_run(written(tmp_path), [typed])
+    assert loaded.config.run.on_end == command
+    assert loaded.changes == [Change("run.on_end", "null", HIDDEN)]
+    assert without_secrets(typed) == f"run.on_end={HIDDEN}"
+    rendered = render_run(loaded.config)
+    assert "KEY" not in rendered + str(loaded.config.model_dump(mode="json"))
+    again = load_run(written(tmp_path, rendered), ["run.on_end=true"])
+    assert again.changes == [Change("run.on_end", HIDDEN, HIDDEN)]
+    refused = ["--config", str(written(tmp_path, rendered))]
+    with pytest.raises(ConfigError, match=r"a run does not write its command\. Set it again\."):
+        train.load(train.read_arguments(refused))
 
 
 def test_each_source_has_its_settings_and_the_rest_of_the_section(tmp_path: Path) -> None:

@@ -36,6 +36,29 @@ def test_a_mirror_folder_that_cannot_be_written(tmp_path: Path) -> None:
     assert mirrored(DirectoryBucket(tmp_path / "mirror" / "below")) >= COPIED
 
 
+def test_the_command_at_the_end_waits_until_the_mirror_is_complete(tmp_path: Path) -> None:
+    tiny_run(tmp_path)
+    obstacle, ended_with = tmp_path / "mirror", tmp_path / "ended"
+    obstacle.write_text("a file, so that nothing can be below it")
+    command = f"find mirror -name COMMITTED > {ended_with}.part; true SECRET"
+    command += f"; mv {ended_with}.part {ended_with}"
+    settings = [*SETTINGS, "checkpoint.mirror=mirror/below", f"run.on_end={command}"]
+    ended = train(tmp_path, *settings, "--resume", "none", code=5)
+    assert "run.on_end runs in the background, as soon as the mirror is complete" in ended.out[0]
+    log = tmp_path / "runs" / "tiny" / "logs" / "training.log"
+    until(lambda: "run.on_end still waits for the mirror (" in log.read_text(), said=log.read_text)
+    assert not ended_with.exists()
+    obstacle.unlink()
+    until(ended_with.exists, seconds=120, said=log.read_text)
+    assert {Path(line).parent.name for line in ended_with.read_text().split()} >= {
+        "checkpoint_step_10",
+        "checkpoint_step_20",
+    }
+    files = [path for place in ("runs", "mirror") for path in (tmp_path / place).rglob("*")]
+    assert len(files) > 20
+    assert not [path for path in files if path.is_file() and b"SECRET" in path.read_bytes()]
+
+
 def mirrored(bucket: Bucket) -> set[str]:
     return {blob.name for blob in bucket.list("tiny/")}
 
@@ -75,6 +98,7 @@ def test_a_signal_ends_the_wait_but_not_the_mirror(tmp_path: Path, emulator: Emu
     emulator.proxy.script(slowness.meets, Fault(delay_s=2.0), times=10_000)
     environment = {"STORAGE_EMULATOR_HOST": emulator.proxy.url}
     settings = [*SETTINGS, f"checkpoint.mirror={emulator.url}/runs", "checkpoint.drain_minutes=5"]
+    settings.append("run.on_end=touch ended")  # not with a person at the terminal
     ranks = ForkedRanks(2, settings, folder=tmp_path, environment=environment)
     ranks.wait_until((tmp_path / "runs" / "tiny" / "mirror.drain").exists)
     ranks.kill(signal.SIGTERM)
@@ -88,6 +112,7 @@ def test_a_signal_ends_the_wait_but_not_the_mirror(tmp_path: Path, emulator: Emu
     bucket = open_bucket(f"{emulator.url}/runs")
     log = tmp_path / "runs/tiny/logs/mirror.log"
     until(lambda: mirrored(bucket) >= COPIED, said=log.read_text)  # by the mirror alone
+    assert "run.on_end runs" not in ended.out[0] and not log.with_name("on_end.log").exists()
 
 
 @pytest.mark.bucket

@@ -23,7 +23,7 @@ from refocused.data.loader.open_data import build_data
 from refocused.estimate.memory_plan import largest_micro, refuse_cpu
 from refocused.system.errors import ConfigError, TrainingError
 from refocused.system.world import World
-from refocused.train.lifecycle import trainer
+from refocused.train.lifecycle import banner, trainer
 from refocused.train.lifecycle.banner import data_lines, opening_lines, tokenizer_lines
 
 MILAN, GENOA = frozenset({"avx2"}), frozenset({"avx2", "avx512_bf16"})
@@ -179,10 +179,10 @@ def test_a_clock_that_a_bucket_would_refuse_is_named(seconds, text, monkeypatch)
     monkeypatch.setattr(BesideRank0, "ahead", seconds)
     loaded = load_run("demo", [])
     if not text:
-        trainer._agree_on_configuration(loaded, BesideRank0())
+        banner.require_equal_settings(loaded, BesideRank0())
         return
     with pytest.raises(ConfigError, match=f"The clock of .* is {text}.* of host0"):
-        trainer._agree_on_configuration(loaded, BesideRank0())
+        banner.require_equal_settings(loaded, BesideRank0())
 
 
 SMALL = {

@@ -97,6 +97,7 @@ class MirrorStatus(MirroredCheckpoints, frozen=True):
     total_bytes: int = 0  # of that step
     last_error: str | None = None  # of the last attempt; `blocked: ...` if a retry cannot succeed
     drained: str | None = None  # token of the answered request to finish
+    complete: bool = False  # it has ended: all checkpoints, then the last log lines, were copied
 
     @property
     def alive(self) -> bool:

@@ -227,6 +227,7 @@ class MirrorLoop:
                 if self._lease is not None:
                     signal.setitimer(signal.ITIMER_REAL, 0.0)
                     self._logs.finish()
+                self._report(complete=not self._status.failed)
                 return
             if not self._may_write():
                 self._wait(self._settings.scan_seconds)

@@ -11,10 +11,7 @@ import functools
 import json
 import logging
 import math
-import os
-import signal
 import statistics
-import subprocess
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -32,6 +29,7 @@ from refocused.monitor.readings import AlarmEvent, GpuSample, Severity, SystemSa
 from refocused.monitor.run_reader import RunView
 from refocused.system.errors import counted
 from refocused.system.number_text import duration, known, value
+from refocused.system.processes import run_shell
 
 logger = logging.getLogger(__name__)
 
@@ -394,17 +392,4 @@ def _post(address: str, message: bytes) -> str | None:
 
 def _run(command: str, message: bytes) -> str | None:
     """Run a shell command with a message on its standard input; return why it failed."""
-    with subprocess.Popen(
-        command,
-        shell=True,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    ) as process:
-        try:
-            process.communicate(message, timeout=LIMIT_SECONDS)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            return f"the command took longer than {LIMIT_SECONDS:g} s"
-    return f"exit code {process.returncode}" if process.returncode else None
+    return run_shell(command, message, LIMIT_SECONDS)

@@ -1,7 +1,8 @@
-"""Start the sampler's process with its settings."""
+"""Start the processes of the sampler, and of `run.on_end`, with their settings."""
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import socket
@@ -12,6 +13,8 @@ from typing import TYPE_CHECKING
 import pydantic
 
 from refocused.config.outputs import CostConfig, LogConfig
+from refocused.config.run_config import RunConfig
+from refocused.system.errors import ExitCode
 from refocused.system.processes import ProcessIdentity, start_detached, this_process
 from refocused.system.progress import Place
 
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 ON_ALARM = "REFOCUSED_ON_ALARM"  # the variable that holds `log.on_alarm` in its environment
+ON_END = "REFOCUSED_ON_END"  # the same for `run.on_end`, see `on_end.py`
 
 
 class SamplerSettings(pydantic.BaseModel, frozen=True, extra="forbid"):
@@ -96,3 +100,24 @@ def start_sampler(settings: SamplerSettings) -> int:
     function = "refocused.monitor.sampler.sampler:sample"
     log, secrets = settings.log("sampler.log"), {ON_ALARM: settings.on_alarm}
     return start_detached(function, settings.model_dump_json(), log=log, secrets=secrets)
+
+
+def begin_on_end(config: RunConfig, code: ExitCode, *, node: int = 0) -> list[str]:
+    """Start the process of `run.on_end`, if the run has one and was not stopped; return log lines.
+
+    `code` is the exit code of a run that has trained and will not be restarted.
+    """
+    command, folder = config.run.on_end, Path(config.run.directory, config.run.name).absolute()
+    if command is None or code == ExitCode.INTERRUPTED:
+        return []
+    facts = {"RUN": config.run.name, "FOLDER": str(folder), "EXIT_CODE": int(code), "NODE": node}
+    mirror, limit = config.checkpoint.mirror, config.checkpoint.drain_minutes
+    argument = json.dumps([facts, mirror is not None, limit])
+    function, log = "refocused.monitor.sampler.on_end:wait_and_run", folder / "logs" / "on_end.log"
+    secrets = {ON_END: command, ON_ALARM: config.log.on_alarm}
+    try:
+        pid = start_detached(function, argument, log=log, secrets=secrets)
+    except (OSError, subprocess.SubprocessError) as error:
+        return [f"      run.on_end does NOT run: its process could not be started ({error})."]
+    when = "as soon as the mirror is complete" if mirror is not None else "now"
+    return [f"      run.on_end runs in the background, {when}; to cancel it: kill {pid}"]

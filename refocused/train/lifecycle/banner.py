@@ -6,10 +6,12 @@ import collections
 import functools
 import hashlib
 import importlib.metadata
+import itertools
 import json
 import platform
 import socket
 import subprocess
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,7 +28,7 @@ from refocused.engine.schedule import unfinished_cycle
 from refocused.estimate.flops import count_parameters
 from refocused.estimate.memory_plan import needless_offload
 from refocused.estimate.step_time import step_of_run
-from refocused.system.errors import counted
+from refocused.system.errors import ConfigError, counted
 from refocused.system.hardware import cpu_name, gpu_spec
 from refocused.system.number_text import count_text
 from refocused.system.world import World
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from refocused.train.lifecycle.trainer import Plan
 
 
+CLOCK_SECONDS = 300.0  # S3 refuses requests of a clock that is 15 minutes off
 # Of fp8 without compiled blocks. Bytes are those of the operations of `models/fp8.py` one after
 # another, and of one pass for the scale and one for the value. The width: the three products of a
 # layer with the widths D and 4 D save 3 * 4 D^2 FLOPs a token at a bf16 rate of 600 TFLOP/s, and
@@ -56,6 +59,30 @@ def settings_lines(loaded: LoadedRun) -> list[str]:
     """Return everything that decides what is trained."""
     rest = json.dumps([dict(loaded.shape.settings), loaded.fragment], sort_keys=True, indent=0)
     return [*render_run(loaded.config).splitlines(), *rest.splitlines()]
+
+
+def require_equal_settings(loaded: LoadedRun, world: World) -> None:
+    """Refuse ranks with other settings, which would train other models, or with another clock."""
+    settings = settings_lines(loaded)
+    pairs = itertools.zip_longest(settings, world.broadcast(settings), fillvalue="nothing")
+    differing = (f"{here.strip()}, not {first.strip()}" for here, first in pairs if here != first)
+    difference = next(differing, "")
+    world.barrier()  # so that all read their clocks at one time
+    ranks = world.gather((socket.gethostname(), time.time(), difference))
+    for rank, (host, clock, difference) in enumerate(ranks):
+        if difference:
+            raise ConfigError(
+                f"rank {rank} was started with other settings than rank 0 ({loaded.file}): {host} "
+                f"has {difference}. Give every machine the same run file, model file and command "
+                "line."
+            )
+        ahead = clock - ranks[0][1]
+        if abs(ahead) > CLOCK_SECONDS:
+            raise ConfigError(
+                f"The clock of {host} is {abs(ahead) / 60:.0f} minutes "
+                f"{'ahead of' if ahead > 0 else 'behind'} that of {ranks[0][0]}. Buckets refuse "
+                "requests of a wrong clock: set it (timedatectl set-ntp true)."
+            )
 
 
 def opening_lines(loaded: LoadedRun, planned: Plan, world: World) -> list[str]:

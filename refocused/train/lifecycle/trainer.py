@@ -9,15 +9,12 @@ import contextlib
 import dataclasses
 import functools
 import gc
-import itertools
 import json
 import logging
 import os
 import secrets
-import socket
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -66,7 +63,7 @@ from refocused.models.causal_lm import CausalLM, counted_parameters
 from refocused.models.families import build_model, initialize, register_families, shared_weights
 from refocused.models.kernels import choose_kernels
 from refocused.models.sequence_parallel import join_sequence_group
-from refocused.monitor.sampler.start_sampler import start_sampling
+from refocused.monitor.sampler.start_sampler import begin_on_end, start_sampling
 from refocused.system import logs
 from refocused.system.errors import (
     ConfigError,
@@ -123,7 +120,6 @@ from refocused.train.step.spikes import SpikeWatch
 from refocused.train.step.stopping import StopRequest
 
 logger = logging.getLogger(__name__)
-CLOCK_SECONDS = 300.0  # S3 refuses requests of a clock that is 15 minutes off
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -168,7 +164,7 @@ def run(loaded: LoadedRun, request: Request, world: World, session: Session) -> 
     meter.device_kind, end_phase = world.device_kind, meter.end_phase
 
     # Agree and plan. Nothing is written so far: a mistyped run gets no folder.
-    world.on_all_ranks(lambda: _agree_on_configuration(given, world))
+    world.on_all_ranks(lambda: banner.require_equal_settings(given, world))
     if trains:
         world.on_rank_0(lambda: require_budget(folder, given.config.cost))
     loaded, planned = settle(given, world, open_source=request.open_bucket)
@@ -408,9 +404,14 @@ def run(loaded: LoadedRun, request: Request, world: World, session: Session) -> 
             final_model = prepare_final_model(
                 folder, config.checkpoint, world=world, credentials=request.credentials
             )
-            return shutdown.finish(
+            code = shutdown.finish(
                 trainer, ended, stopped, command=request.command, final_model=final_model
             )
+            # Only a supervisor knows that a failure is final. A Ctrl+C may come at the end, too.
+            was_asked = stop.agreed().exit_code == ExitCode.INTERRUPTED
+            if session.launch is None and world.is_local_rank_0 and not was_asked:
+                _log(begin_on_end(config, code, node=world.node))
+            return code
         except BaseException as error:
             if order := session.progress.ordered():  # it explains the error
                 session.exit_as_ordered(*order)
@@ -425,30 +426,6 @@ def run(loaded: LoadedRun, request: Request, world: World, session: Session) -> 
 def _log(lines: Sequence[str]) -> None:
     for line in lines:
         logger.info("%s", line)
-
-
-def _agree_on_configuration(loaded: LoadedRun, world: World) -> None:
-    """Refuse ranks with other settings, which would train other models, or with another clock."""
-    settings = banner.settings_lines(loaded)
-    pairs = itertools.zip_longest(settings, world.broadcast(settings), fillvalue="nothing")
-    differing = (f"{here.strip()}, not {first.strip()}" for here, first in pairs if here != first)
-    difference = next(differing, "")
-    world.barrier()  # so that all read their clocks at one time
-    ranks = world.gather((socket.gethostname(), time.time(), difference))
-    for rank, (host, clock, difference) in enumerate(ranks):
-        if difference:
-            raise ConfigError(
-                f"rank {rank} was started with other settings than rank 0 ({loaded.file}): {host} "
-                f"has {difference}. Give every machine the same run file, model file and command "
-                "line."
-            )
-        ahead = clock - ranks[0][1]
-        if abs(ahead) > CLOCK_SECONDS:
-            raise ConfigError(
-                f"The clock of {host} is {abs(ahead) / 60:.0f} minutes "
-                f"{'ahead of' if ahead > 0 else 'behind'} that of {ranks[0][0]}. Buckets refuse "
-                "requests of a wrong clock: set it (timedatectl set-ntp true)."
-            )
 
 
 def settle(
@@ -830,7 +807,8 @@ def assemble_trainer(
                 training=identify(os.getpid()),
                 lease=None if lease is None else lease.token,
                 credentials=request.credentials,
-                drain_seconds=checkpoint.drain_minutes * 60,
+                # Somebody waits for `on_end`, so the mirror goes on until it is complete.
+                drain_seconds=1e7 if config.run.on_end else checkpoint.drain_minutes * 60,
                 keep_remote=None if checkpoint.keep_remote == "all" else checkpoint.keep_remote,
                 node=world.storage_rank,
                 nodes=world.storage_ranks,
