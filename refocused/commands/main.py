@@ -36,6 +36,7 @@ COMMANDS = {
     "generate": "generate text from a checkpoint",
     "evaluate": "score a checkpoint on tasks and texts, or compare models",
     "monitor": "watch runs on a live screen, or print their state",
+    "compare": "compare runs: settings, losses, scores, speed and cost",
     "stop": "save a run's state and stop it, without a time limit",
 }
 # The module of each verb and its line of help. "" is the command itself, without a verb. A command
@@ -70,7 +71,7 @@ VERBS = {
     },
     **{
         name: {"": (name, COMMANDS[name])}
-        for name in ("init", "doctor", "generate", "estimate_cost")
+        for name in ("init", "doctor", "generate", "estimate_cost", "compare")
     },
     "speedrun": {"": ("speedrun.command", COMMANDS["speedrun"])},
     "monitor": {"": ("monitor", COMMANDS["monitor"])},

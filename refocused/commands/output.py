@@ -55,6 +55,15 @@ def table(
     return [line.rstrip() for line in captured.get().splitlines()]
 
 
+def setting_text(value: object) -> str:
+    """Format a setting's value, nearly as in a run file."""
+    if value is None:
+        return "null"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    return f"{value:.10g}" if isinstance(value, float) else str(value)
+
+
 @contextlib.contextmanager
 def progress_line(
     what: str, *, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
@@ -121,7 +130,7 @@ def check_picture(file: Path | None, *, option: str = "--picture") -> None:
         raise ConfigError(f"{option} {file}: the name must end in .png.")
 
 
-def write_picture(draw: Callable[[Path], None], file: Path, *, option: str = "--picture") -> None:
+def write_picture(draw: Callable[[Path], object], file: Path, *, option: str = "--picture") -> None:
     """Draw a picture into a file; raise RefocusedError if it cannot be written."""
     try:
         draw(file)

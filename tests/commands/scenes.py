@@ -17,7 +17,7 @@ from commands.run_samples import TINY_RUN, SampleRun, Terminal
 from commands.trained_run import write_run
 from data.text_samples import random_texts, tiny_bpe, write_jsonl
 from end_to_end.tiny import tiny_run
-from monitor.watched_run import GPU, WatchedRun, new_run
+from monitor.watched_run import GPU, NOW, WatchedRun, new_run
 from ranks import write_tokens
 
 from refocused.bucket.folder import DirectoryBucket
@@ -151,6 +151,39 @@ def monitor(patch: pytest.MonkeyPatch) -> Scene:
     return Scene({"run": run, "dead": WatchedRun(Path("runs/dead"))})
 
 
+def compare(patch: pytest.MonkeyPatch) -> Scene:
+    """Runs of two rates, one of another tokenizer, one without a step, and a folder of none."""
+    Path("runs/nothing").mkdir(parents=True)
+    for name, rate, loss, tokenizer, seen in (
+        ("one", 0.001, 3.0, "gpt2", "abc"),
+        ("two", 0.002, 2.75, "gpt2", "abc"),
+        ("bytes", 0.001, 1.0, "bytes", "def"),
+    ):
+        run = new_run(Path("runs"), name)
+        run.state(step=1000, status="finished", run=name, bits_per_byte=loss / 4)
+        settings = f"run: {{name: {name}}}\noptimizer: {{lr: {rate}}}\n"
+        (run.folder / "run.yaml").write_text(f"{settings}data: {{tokenizer: {tokenizer}}}\n")
+        setup = {"git": name, "data_fingerprint": seen, "hosts": ["node1"], "command": name}
+        run.line("events", NOW, {"kind": "setup", **setup})
+        for step in range(50, 1001 if name == "one" else 501, 50):
+            at = {"step": step, "tokens": step * 1000}
+            line = {"kind": "step", "loss": 0.5, "loss_mean": loss + 50 / step, **at}
+            run.line("training_metrics", NOW, line)
+            if step % 200 == 0:
+                validation = {"validation_loss": loss + 10 / step, "validation_set": seen}
+                run.line("training_metrics", NOW, {"kind": "validation", **validation, **at})
+        accuracy = {"value": loss / 10, "standard_error": 0.02}
+        tasks = {"piqa": {"acc": accuracy}, "mine": {"acc": {"value": rate * 100}}}
+        run.line("training_metrics", NOW, {"kind": "tasks", "step": 400, "tasks": tasks})
+    new_run(Path("runs"), "new").state(step=0, status="failed", run="new", tokens=0, loss=None)
+
+    def tear(file: str) -> None:
+        with Path(file).open("a") as lines:
+            lines.write('{"kind": "step", "st\n')
+
+    return Scene({"Path": Path, "tear": tear})
+
+
 def train(patch: pytest.MonkeyPatch) -> Scene:
     """Run files and data of a launch that must not start: nothing can be started."""
     patch.setenv("STORAGE_EMULATOR_HOST", "http://localhost:1")
@@ -185,6 +218,7 @@ def speedrun(patch: pytest.MonkeyPatch) -> Scene:
 
 SCENES: dict[str, Callable[[pytest.MonkeyPatch], Scene]] = {
     "checkpoints": checkpoints,
+    "compare": compare,
     "prepare_data": prepare_data,
     "init": init,
     "estimate_cost": estimate_cost,

@@ -178,7 +178,10 @@ def test_a_page_embeds_the_run_and_nothing_of_it_escapes(run):
     assert ["tokenizer", HOSTILE] in content["setup"] and "SECRET" not in json.dumps(content)
     prompt = ["evaluation.sample_prompt", json.dumps(HOSTILE, ensure_ascii=False), True]
     assert prompt in content["settings"] and ["log.interval", "10", False] in content["settings"]
-    assert len(content["troubles"]) == 5 and ["status", "finished, exit code 0"] in content["rows"]
+    assert (
+        len(content["troubles"] + content["damage"]) == 5
+        and ["status", "finished, exit code 0"] in content["rows"]
+    )
     assert content["validations"] == {"step": [2000], "loss": [3.05], "bits_per_byte": [0.875]}
     assert content["steps"]["step"][-1] == 2001 and content["saved"]["step"] == [1000, 2000]
     assert content["mirrored"]["time"] == [

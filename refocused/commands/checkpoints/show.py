@@ -14,6 +14,7 @@ from refocused.commands.output import (
     check_picture,
     print_result,
     progress_line,
+    setting_text,
     table,
     write_picture,
 )
@@ -303,18 +304,9 @@ def run_compare(parser: Parser) -> int:
 
 
 def _row(difference: Difference) -> tuple[str, ...]:
-    a = "-" if difference.only_in == "b" else _value(difference.a)
-    b = "-" if difference.only_in == "a" else _value(difference.b)
+    a = "-" if difference.only_in == "b" else setting_text(difference.a)
+    b = "-" if difference.only_in == "a" else setting_text(difference.b)
     return difference.name, a, b
-
-
-def _value(value: object) -> str:
-    """Format a value as in a run file."""
-    if value is None:
-        return "null"
-    if isinstance(value, int) and not isinstance(value, bool):
-        return f"{value:,}"
-    return f"{value:.10g}" if isinstance(value, float) else str(value)
 
 
 def run_plot(parser: Parser) -> None:

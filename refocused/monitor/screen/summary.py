@@ -5,7 +5,7 @@ import html
 import json
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, harmonic_mean
 from typing import Any
@@ -52,10 +52,8 @@ def read_report(folder: Path, view: RunView) -> Report:
     metrics = JsonLinesTail(folder / METRICS_FILE)
     step, scores = scores_of(metrics.records())
     at_step = known(" at step {:,}", step)
-    troubles = _troubles(events)
-    if metrics.malformed:
-        damaged = counted(metrics.malformed, "line")
-        troubles.insert(0, f"{damaged} of {METRICS_FILE} cannot be read, and left out")
+    damaged = counted(metrics.malformed, "line")
+    damage = [f"{damaged} of {METRICS_FILE} cannot be read, and left out"]
     setups = [event for event in events if event.get("kind") == "setup"]
     last_setup = setups[-1] if setups else {}
     mirrored: dict[int, StepMetrics] = {}  # the first time: a restarted mirror reports all again
@@ -87,7 +85,8 @@ def read_report(folder: Path, view: RunView) -> Report:
             "validation set": view.validations[-1].validation_set if view.validations else None,
         },
         "scores": scores,
-        "troubles": troubles,
+        "damage": damage if metrics.malformed else [],
+        "troubles": _troubles(events),
         "samples": _samples(events),
         **{
             name: columns(table, *CURVES, began=began, most=MOST_COLUMNS)
@@ -106,9 +105,9 @@ def write_summary(folder: Path, view: RunView) -> list[Path]:
     if changed:
         lines += ["", "Settings other than the defaults:", "", "| | |", "|---|---|"]
         lines += [f"| {_cell(name)} | {_cell(words)} |" for name, words in changed]
-    if report["troubles"]:
+    if troubles := [*report["damage"], *report["troubles"]]:
         lines += ["", "Warnings and failures, the last ones:", ""]
-        lines += [f"- {_cell(trouble)}" for trouble in report["troubles"]]
+        lines += [f"- {_cell(trouble)}" for trouble in troubles]
     lines += ["", f"Written {written}.", ""]
     contents = {
         TEXT_FILE: "\n".join(lines).encode(),
@@ -279,11 +278,18 @@ def _means(view: RunView, gpus: Sequence[GpuMinute]) -> Rows:
         (gpus, "hottest_celsius", "hottest GPU", "{:.0f} C", max),
         (gpus, "memory_gb", "GPU memory, most", "{:.1f} GB", max),
     ):
-        values = [getattr(point, name) for point in points]
-        known = [each for each in values if each is not None and each >= 0]  # it may be damaged
-        if known:
-            rows.append((what, form.format(of_all(known))))
+        if (figure := over_all(points, name, of_all)) is not None:
+            rows.append((what, form.format(figure)))
     return rows
+
+
+def over_all(
+    points: Sequence[Any], name: str, of_all: Callable[[list[float]], float] = harmonic_mean
+) -> float | None:
+    """Return the mean, or another figure, of a field's known values; None without any."""
+    values = [getattr(point, name) for point in points]
+    known = [each for each in values if each is not None and each >= 0]  # it may be damaged
+    return of_all(known) if known else None
 
 
 def _counts(view: RunView, events: Sequence[dict[str, Any]]) -> Rows:

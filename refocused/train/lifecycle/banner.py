@@ -234,19 +234,15 @@ def setup_record(
     hosts, devices = zip(*world.gather((socket.gethostname(), device)), strict=True)
     if not world.is_rank_0:
         return {}
-    lines = [
-        *opening_lines(loaded, planned, world),
-        *data_lines(data, loaded.config, planned.batch),
-    ]
+    lines = opening_lines(loaded, planned, world)
+    lines += data_lines(data, loaded.config, planned.batch)
     texts = collections.defaultdict[str, list[str]](list)
     for line in lines:
         word, _, text = line.strip().partition(" ")
         texts[word].append(text.strip())
-    counts = collections.Counter(devices).items()
+    unit, counts = "x" if is_gpu else "ranks on", collections.Counter(devices).items()
     packages = {**package_versions(), "python": platform.python_version()}
-    hardware = ", ".join(
-        f"{count} {'x' if is_gpu else 'ranks on'} {name}" for name, count in counts
-    )
+    hardware = ", ".join(f"{count} {unit} {name}" for name, count in counts)
     return {
         "command": command,  # that resumes the run, without secrets
         "git": _git_commit(),  # of the code, `-dirty` with changes; `-`: it is not a checkout
