@@ -206,6 +206,8 @@ def _write(
         # transformers 5 writes its name of the class, which transformers 4 does not know.
         settings = read_mapping(folder / TOKENIZER_CONFIG)
         settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+        # Else llama.cpp begins texts of most kinds with it, as the model was never prompted here.
+        settings["add_bos_token"] = False
         (folder / TOKENIZER_CONFIG).write_text(json.dumps(settings, indent=2))
     card = folder / "README.md"
     remarks = [_other_as_gguf(config), "" if tokenizer is None else _refused_as_gguf(tokenizer)]

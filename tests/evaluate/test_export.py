@@ -128,6 +128,7 @@ def test_an_export_has_its_tokenizer_its_card_and_the_length_of_training(saved, 
     assert tokenizer.eos_token_id == config["eos_token_id"] == 3
     settings = json.loads((out / "tokenizer_config.json").read_text())
     assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"  # in transformers 4 and 5
+    assert settings["add_bos_token"] is False  # llama.cpp adds it to most kinds of BPE
     inner = json.loads((out / "tokenizer.json").read_text())
     merged = {"the": 0, "cat": 1, "t": 2, "h": 3, "e": 4, "th": 5, "?": 6}
     inner["model"] = {"type": "BPE", "vocab": merged, "dropout": 0.9, "unk_token": "?"}
