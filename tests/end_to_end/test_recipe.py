@@ -24,7 +24,7 @@ LLAMA = {
 }
 # In place of the sizes of the page.
 SMALL = """
-run.steps=12 run.device=cpu model.preset=tiny.json model.sequence_length=64 data.document_id=262
+run.steps=12 model.preset=tiny.json model.sequence_length=64 data.document_id=262
 batch.global_batch_size=8 batch.micro_batch_size=1 schedule.warmup_steps=2 precision.dtype=fp32
 checkpoint.interval=4 evaluation.interval=4 evaluation.sequences=4 evaluation.task_interval=8
 evaluation.task_items=4 evaluation.sample_interval=8 evaluation.sample_tokens=4 log.interval=1
@@ -46,9 +46,9 @@ def here(command: str, site: HubSite, store: Emulator) -> str:
     command = command.replace("--val-ratio 0.001", "--val-ratio 0.1")
     command = command.replace("./launch/train.sh", f"{package} launch")
     command = re.sub(r"\./launch/(\w+)\.py", rf"{package} \1", command)
-    return command.replace(
-        "--config fineweb-1b.yaml", f"--config fineweb-1b.yaml {' '.join(SMALL.split())}"
-    )
+    planned = "--plan" in command or "--for" in command  # for GPUs, without one
+    settings = " ".join([*SMALL.split(), *([] if planned else ["run.device=cpu"])])
+    return command.replace("--config fineweb-1b.yaml", f"--config fineweb-1b.yaml {settings}")
 
 
 @pytest.mark.slow
