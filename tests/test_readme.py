@@ -31,6 +31,11 @@ NEEDS = {
     "# deduplicate.py: remove exact, then near duplicates of a folder": "datatrove",
     "# ray_train.py: .venv/bin/python ray_train.py WORKERS [options of train.py]": "ray.train",
     "python3 -m venv deduplication": "datatrove",
+    "from transformers import AutoModelForCausalLM, AutoTokenizer": "fineweb-1b-model",
+    "# convert_own.py: CONVERTER_FOLDER MODEL --outfile FILE.gguf ...": "convert_hf_to_gguf",
+    '# sft.py: MODEL CHATS.jsonl OUT; a line of CHATS is {"messages": '
+    '[{"role": "user", "content": ...}, ...]}': "trl",
+    "base_model: fineweb-1b-model": "chat_template_jinja",
     "make wheel": "pip install",  # an index of packages; end_to_end/test_installed_wheel.py
     "refocused --completion bash > ~/.local/share/bash-completion/completions/refocused": "~/",
 }
@@ -39,6 +44,7 @@ FEWER_STEPS = (
     "run.steps=20 schedule.warmup_steps=5 log.interval=10 checkpoint.interval=10 "
     "evaluation.interval=10 evaluation.sequences=16 evaluation.sample_tokens=8"
 )
+ELSEWHERE = "recipe_1b.md"  # run by end_to_end/test_recipe.py
 PLACED = {"texts", "bpe", "old", "book.txt", "val.jsonl"}
 RECORDS = ("training_metrics", "performance_metrics", "gpu_metrics")
 ALWAYS = {"time", "kind", "updated"}
@@ -67,7 +73,8 @@ class Block:
 
 def blocks() -> list[Block]:
     pages = ["README.md", "docs/index.md", "docs/guides/*.md", "docs/concepts/*.md"]
-    text = "".join(file.read_text() for page in pages for file in sorted(ROOT.glob(page)))
+    files = [file for page in pages for file in sorted(ROOT.glob(page))]
+    text = "".join(file.read_text() for file in files if file.name != ELSEWHERE)
     found = re.findall(r"^```(.*)\n((?s:.*?))^```$", text, re.M)
     return [Block(*one) for one in dict.fromkeys(found)]
 
