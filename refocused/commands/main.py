@@ -71,10 +71,11 @@ VERBS = {
     },
     **{
         name: {"": (name, COMMANDS[name])}
-        for name in ("init", "doctor", "generate", "estimate_cost", "compare")
+        for name in ("init", "doctor", "generate", "estimate_cost")
     },
     "speedrun": {"": ("speedrun.command", COMMANDS["speedrun"])},
     "monitor": {"": ("monitor", COMMANDS["monitor"])},
+    "compare": {"": ("monitor", COMMANDS["compare"])},
     "stop": {"": ("monitor", COMMANDS["stop"])},
 }
 HELP = f"""usage: refocused COMMAND [options]

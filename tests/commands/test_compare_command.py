@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from commands.scenes import compare
 
-from refocused.commands.compare import at_tenths, at_validations, compare_scores
 from refocused.commands.main import run_command
+from refocused.commands.monitor import at_tenths, at_validations, compare_scores
 
 
 def test_losses_are_compared_over_the_tokens_that_both_runs_have_seen() -> None:
