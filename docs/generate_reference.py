@@ -314,7 +314,7 @@ def _names(place: ast.ClassDef | ast.FunctionDef) -> Iterator[tuple[str, int, bo
 
 
 # Of two settings of which one is required, those in the annotated run file.
-CHOSEN = ("batch.global_batch_size", "data.source")
+CHOSEN = ("batch.global_batch_size", "data.source", "run.steps")
 
 
 def annotated_run() -> str:

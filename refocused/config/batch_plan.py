@@ -2,6 +2,7 @@
 
 import bisect
 import dataclasses
+import functools
 
 from refocused.config.optimization import BatchConfig
 from refocused.system.errors import ConfigError
@@ -54,6 +55,13 @@ class BatchPlan:
             + (last - grown) * self.gradient_accumulation_steps
         )
         return micro_batches * self.micro_batch_size * self.shares
+
+    def steps_for(self, tokens: int, *, made: int = 0) -> int:
+        """Return the steps of a run that trains on so many tokens after `made` ones, rounded up."""
+        sequences = max(0, -(-tokens // self.sequence_length))
+        steps = range(made, made + sequences + 1)
+        key = functools.partial(self.sequences_between, made)
+        return made + bisect.bisect_left(steps, sequences, key=key)
 
     def step_of(self, sequence: int) -> int:
         """Return the number, from 1, of the step that takes a sequence of the stream."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import math
 import re
@@ -14,13 +15,14 @@ import pydantic
 from pydantic_core import ErrorDetails
 
 from refocused.config import shipped_files, yaml_source
+from refocused.config.batch_plan import BatchPlan
 from refocused.config.deepspeed import idle_offloads, read_fragment
 from refocused.config.model_shape import ModelShape, load_shape
 from refocused.config.outputs import without_secrets
 from refocused.config.run_config import Misfit, RunConfig, check_run, check_shape
 from refocused.config.section import CountOrZero, as_yaml
 from refocused.config.setting_help import RENAMED, SECTIONS, settings_in, unknown_name, wanted
-from refocused.system.errors import ConfigError, did_you_mean, local_path
+from refocused.system.errors import ConfigError, counted, did_you_mean, local_path
 
 T = TypeVar("T")
 Kind = Literal["runs", "models", "deepspeed"]
@@ -61,6 +63,27 @@ class LoadedRun:
         if problems:
             raise ConfigError("\n".join(problems))
         return dataclasses.replace(self, config=config, shape=shape)
+
+    def with_steps(self, plan: BatchPlan, *, made: int = 0, trained: int = 0) -> Self:
+        """Return the run with the steps that `run.tokens` take in all; `run.steps` stay as given.
+
+        A resume has `made` steps and `trained` on tokens, which count.
+
+        Raises:
+            ConfigError: The tokens are less than a step, or end within a warmup.
+        """
+        if (tokens := self.config.run.tokens) is None:
+            return self
+        steps = plan.steps_for(tokens - trained, made=made)
+        run = self.config.run.model_copy(update={"steps": steps})
+        config = self.config.model_copy(update={"run": run})
+        problems = [f"{misfit.key}: {misfit.message}" for misfit in check_run(config)]
+        if tokens < plan.sequences_between(0, 1) * plan.sequence_length:
+            problems = [f"less than the tokens of a step ({plan.tokens:,}). Raise it."]
+        if problems and steps > made:
+            text = f"{self.file}: run.tokens = {tokens} ({counted(steps, 'step')}): "
+            raise ConfigError("\n".join(f"{text}{problem}" for problem in problems))
+        return dataclasses.replace(self, config=config)
 
 
 def load_run(
@@ -151,6 +174,10 @@ class _Source:
                     text = f"{shorter} (1/{_SHORTENED_WARMUP} of run.steps={steps.text})"
                     setting = yaml_source.Setting(shorter, text, yaml_source.COMMAND_LINE)
                     typed.settings[key] = setting
+        # The command line's length, in steps or tokens, takes the place of the file's.
+        for path, other in itertools.permutations([("run", "steps"), ("run", "tokens")]):
+            if getattr(typed.settings.get(path), "value", None) is not None:
+                written.settings.pop(other, None)
         self.file = file
         self._written = written.settings
         self._typed = typed.settings

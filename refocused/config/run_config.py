@@ -1,7 +1,7 @@
 """The whole of one run file, and whether its sections fit together and the model's shape."""
 
 from collections.abc import Iterator
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple, Self
 
 import pydantic
 
@@ -35,6 +35,7 @@ from refocused.config.section import (
     matching,
     setting,
 )
+from refocused.system.errors import ConfigError
 
 
 class ModelConfig(Section):
@@ -120,8 +121,11 @@ class RunSection(Section):
     """Name of the run and of its folder in `directory`; by default the name of the run file."""
     directory: PathText = setting("runs", "/mnt/disk/runs")
     """Folder of all runs, on a shared disk or on the disk of each machine."""
-    steps: Count = pydantic.Field(examples=["20000"])
-    """Optimizer steps of the whole run."""
+    steps: Count | None = setting(None, "20000")
+    """Optimizer steps of the whole run; null: as many as `tokens` take."""
+    tokens: Count | None = setting(None, "10e9")
+    """Tokens to train on, in place of `steps`, rounded up to a whole step. A resume with another
+    batch still trains on as many in all."""
     seed: CountOrZero = setting(1337, "1")
     """Seed of the initial weights, of dropout and of the data order."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
@@ -166,6 +170,23 @@ class RunSection(Section):
     it may shut the machine down. `REFOCUSED_RUN`, `_FOLDER`, `_EXIT_CODE`, `_STEP` and `_NODE` are
     set. A run that somebody stops does not run it. Logs, `run.yaml` and trackers do not show it."""
 
+    @pydantic.model_validator(mode="after")
+    def _one_length(self) -> Self:
+        if (self.steps is None) == (self.tokens is None):
+            raise ValueError("set either steps or tokens")
+        return self
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of the whole run; of tokens they follow from the batch of the ranks."""
+        if self.steps is None:
+            raise ConfigError("run.tokens: the batch decides how many steps these are.")
+        return self.steps
+
+    @pydantic.field_serializer("steps")
+    def _leave_out_what_follows(self, steps: int | None) -> int | None:
+        return steps if self.tokens is None else None
+
     @pydantic.field_serializer("on_end")
     def _hide_command(self, text: str | None) -> str | None:
         return None if text is None else HIDDEN
@@ -203,13 +224,13 @@ def check_run(config: RunConfig) -> Iterator[Misfit]:
     """Yield the settings of a run that do not fit together."""
     steps, schedule, batch, data = config.run.steps, config.schedule, config.batch, config.data
     warmup, offload = schedule.warmup_steps, config.zero.offload_optimizer
-    if warmup >= steps:
+    if steps is not None and warmup >= steps:
         message = f"the warmup must end before run.steps = {steps}. Lower it, or raise run.steps."
         yield Misfit("schedule.warmup_steps", message)
     if schedule.cycle_steps is not None and schedule.cycle_steps <= warmup:
         message = f"a cycle must be longer than schedule.warmup_steps = {warmup}."
         yield Misfit("schedule.cycle_steps", message)
-    if (begin := schedule.decay_begins(steps)) < warmup:
+    if steps is not None and (begin := schedule.decay_begins(steps)) < warmup:
         key = "decay_steps" if schedule.decay_steps is not None else "decay_fraction"
         message = (
             f"the decay would begin at step {begin:,}, and the warmup ends at step {warmup:,}."

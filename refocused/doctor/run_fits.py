@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from refocused.bucket.partial_files import existing_folder, free_bytes
+from refocused.config.batch_plan import plan_batch
 from refocused.config.cadence import Cadence
 from refocused.config.load_run import LoadedRun
 from refocused.data.formats.token_layout import element_type
@@ -127,7 +128,11 @@ def disk_needs(
     config, parameters = loaded.config, count_of_run(loaded).allocated
     folder = Path(config.run.directory) / config.run.name
     step = checkpoint_bytes(loaded.shape, config, stage=choice.zero.stage)
-    saves = int(Cadence.of(config).left(0, config.run.steps)["save"])
+    if config.run.tokens is not None:
+        batch = config.batch.model_copy(update={"micro_batch_size": choice.micro_batch_size})
+        plan = plan_batch(batch, world_size=ranks, **config.model.sequence)
+        config = loaded.with_steps(plan).config
+    saves = int(Cadence.of(config).left(0, config.run.total_steps)["save"])
     most = checkpoints_on_disk(saves, config.checkpoint)
     final = EXPORTED_BYTES * parameters if config.checkpoint.export_final else 0
     there = _folder_bytes(folder / "checkpoints")

@@ -82,11 +82,17 @@ def unfinished_cycle(total_steps: int, schedule: ScheduleConfig) -> str | None:
 _PLAN = pydantic.TypeAdapter(RatePlan)
 
 
-def saved_plan(run_yaml: Path) -> RatePlan | None:
-    """Return the plan of a checkpoint's run file; None if it cannot be read."""
+def saved_plan(run_yaml: Path, total_steps: int | None = None) -> RatePlan | None:
+    """Return the plan of a checkpoint's run file; None if it cannot be read.
+
+    Its manifest has the `total_steps` of a run whose length is given in tokens.
+    """
     try:
         saved = parse_yaml_mapping(run_yaml.read_bytes())
-        plan = {"optimizer": saved["optimizer"], "total_steps": saved["run"]["steps"]}
+        plan = {
+            "optimizer": saved["optimizer"],
+            "total_steps": saved["run"]["steps"] or total_steps,
+        }
         return _PLAN.validate_python({**plan, "schedule": saved.get("schedule")})
     except (OSError, MalformedError, LookupError, TypeError, pydantic.ValidationError):
         return None

@@ -324,7 +324,7 @@ def estimate_on(
     work = RunWork(
         config,
         plan,
-        config.run.steps,
+        loaded.with_steps(plan).config.run.total_steps,
         flops_per_token=flops,
         save_bytes=checkpoint_bytes(loaded.shape, config, stage=stage),
         task_tokens=task_tokens,

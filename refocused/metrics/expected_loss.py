@@ -103,7 +103,8 @@ def expected_curve(
     The loss after a step is the fit's at the tokens so far, and more by `ANNEALING` times how much
     of the learning rate is left above that of the fit's runs at their end.
     """
-    config, shape, steps = loaded.config, loaded.shape, loaded.config.run.steps
+    config, shape = loaded.config, loaded.shape
+    steps = config.run.steps or loaded.with_steps(plan).config.run.total_steps
     made = sorted({max(1, steps * part // POINTS) for part in range(1, POINTS + 1)})
     tokens = [plan.sequences_between(0, step) * plan.sequence_length for step in made]
     if config.model.start_from is not None:

@@ -57,3 +57,18 @@ def test_a_save_after_each_validation_counts_once_where_both_are_due():
             if step < total:  # what the log line of the next step has ahead
                 ahead = cadence.ahead(step + 1, total, plan)
                 assert ahead == {"step": total - step - 1, **left, "ending": 1}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "made", "steps"),
+    [
+        *((1, 0, 1), (20, 0, 1), (21, 0, 2), (100, 0, 4), (140, 0, 4), (141, 0, 5), (221, 0, 6)),
+        *((80, 4, 5), (81, 4, 6), (40, 2, 3), (41, 2, 4), (0, 4, 4), (-20, 4, 4)),
+    ],
+)
+def test_the_steps_of_tokens_are_rounded_up_and_count_a_growing_batch(
+    tokens: int, made: int, steps: int
+) -> None:
+    # Steps of 1, 1, 2, 3, then 4 micro-batches of 20 tokens: 140 in the first four.
+    plan = BatchPlan(2, 4, 1, 10, warmup_steps=4)
+    assert plan.steps_for(tokens, made=made) == steps

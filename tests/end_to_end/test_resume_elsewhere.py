@@ -1,5 +1,6 @@
 """Resuming with other ranks, other settings, or in another run."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -148,3 +149,30 @@ def test_ranks_that_share_sequences_train_like_ranks_with_their_own_and_resume_s
     assert [found[step] for step in range(11, 21)] == pytest.approx(
         [wanted[step] for step in range(11, 21)], abs=1e-5
     )
+
+
+def test_a_run_of_tokens_counts_those_it_has_with_any_batch(tmp_path: Path) -> None:
+    tiny_run(tmp_path)
+    given = ["--config", "tiny.yaml", "checkpoint.mirror=null", "schedule.kind=linear"]
+    folder = tmp_path / "runs" / "tiny"
+    for tokens, text in {
+        "100": "run.tokens = 100 (1 step): less than the tokens of a step (128). Raise it.",
+        "600": "run.tokens = 600 (5 steps): schedule.warmup_steps: the warmup must end before",
+    }.items():
+        refused = train(tmp_path, *given, f"run.tokens={tokens}", code=2)
+        assert refused.everything.count(text) == 1, refused.everything
+    given.append("schedule.warmup_steps=1")
+    first = train(tmp_path, *given, "run.tokens=600").out[0]  # 128 a step
+    assert "steps    5 for run.tokens = 600" in first
+    state = json.loads((folder / "state.json").read_text())
+    assert (state["step"], state["total_steps"], state["tokens"]) == (5, 5, 640)
+    assert "steps: null" in (folder / "run.yaml").read_text()
+    manifest = json.loads((folder / "checkpoints/checkpoint_step_5/manifest.json").read_text())
+    assert manifest["total_steps"] == 5
+    assert (
+        "finished all 5 steps were made before" in train(tmp_path, *given, "run.tokens=600").out[0]
+    )
+    longer = train(tmp_path, *given, "run.tokens=1700", ranks=2)  # 256 a step: 4.1 more
+    assert "was planned for 5 steps; now it is linear over 10" in longer.err[0]
+    state = json.loads((folder / "state.json").read_text())
+    assert (state["step"], state["total_steps"], state["tokens"]) == (10, 10, 640 + 5 * 256)

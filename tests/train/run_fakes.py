@@ -269,7 +269,7 @@ class FakeStop:
 def config_of(**sections: Any) -> Any:
     """A run's settings of these sections, as far as the loop reads them."""
     given = {
-        "run": {"name": "sample", "steps": 6, "on_spike": "warn", "max_rewinds": 2}
+        "run": {"name": "sample", "total_steps": 6, "on_spike": "warn", "max_rewinds": 2}
         | {"time_limit_hours": None},
         "schedule": {"warmup_steps": 0},
         "cost": {"budget_usd": None, "per_hour_usd": None},
@@ -325,7 +325,7 @@ def trainer_of(
     )
     parts = {"reporter": FakeReporter(log), "saver": FakeSaver(log), "spikes": watch_of(log)}
     fields = {
-        "config": config_of(run={"steps": total_steps}),
+        "config": config_of(run={"total_steps": total_steps}),
         "shape": shape,
         "plan": BatchPlan(1, 2, 1, 4),
         "world": world or World(),
@@ -379,7 +379,7 @@ class Reporting:
         self.meter = Meter(self.clock)
         trainer = trainer_of(
             [],
-            config=config_of(run={"steps": total_steps}, cost={"per_hour_usd": per_hour_usd}),
+            config=config_of(run={"total_steps": total_steps}, cost={"per_hour_usd": per_hour_usd}),
             folder=folder,
             world=world,
             engine=engine or FakeEngine([]),

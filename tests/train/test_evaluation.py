@@ -117,7 +117,7 @@ def test_a_baseline_is_measured_before_the_first_step_and_is_never_the_best(stop
     trainer = trainer_of(
         log,
         stop_when=stop_when,
-        config=config_of(run={"steps": 6}, evaluation=EvaluationConfig(at_start=True)),
+        config=config_of(run={"total_steps": 6}, evaluation=EvaluationConfig(at_start=True)),
         tasks=[questions([0, 0, 1])],
         sampler=cast("TextSampler", FakeSampler()),
     )

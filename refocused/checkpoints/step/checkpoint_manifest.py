@@ -129,6 +129,9 @@ class CheckpointManifest(pydantic.BaseModel, frozen=True, extra="forbid"):
     )
     name: str  # path below the run's `checkpoints` folder
     step: Whole
+    total_steps: Annotated[Whole | None, pydantic.Field(exclude_if=lambda steps: steps is None)] = (
+        None  # of the whole run, as planned then; None: unknown
+    )
     epoch: Whole  # complete passes over the data
     files_done: Whole  # token files consumed in this epoch
     created: pydantic.AwareDatetime
@@ -184,6 +187,7 @@ class RunMetadata:
     run_yaml: str
     model_json: str
     data_mixture: str = ""
+    total_steps: int | None = None
     tokenizer: Mapping[str, bytes] = dataclasses.field(default_factory=dict)  # its files
     origin: Origin | None = None  # None: the run started with random weights
 

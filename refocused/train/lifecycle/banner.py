@@ -115,7 +115,7 @@ def opening_lines(loaded: LoadedRun, planned: Plan, world: World) -> list[str]:
             f"  warning  precision.dtype=bf16 is slow here: {native.reason}. "
             f"precision.dtype={native.dtype} is several times as fast"
         )
-    if warning := unfinished_cycle(config.run.steps, config.schedule):
+    if config.run.steps and (warning := unfinished_cycle(config.run.steps, config.schedule)):
         lines.append(f"  warning  {warning}")
     if config.run.hang_minutes != 0 and not config.log.sample_seconds:
         lines.append("  warning  hangs are not watched for, as log.sample_seconds is 0")
@@ -166,7 +166,7 @@ def memory_lines(loaded: LoadedRun, planned: Plan, world: World) -> list[str]:
 
 def data_lines(data: DataParts, run: RunConfig, plan: BatchPlan) -> list[str]:
     """Return what is known of the data."""
-    manifest, config, steps = data.manifest, run.data, run.run.steps
+    manifest, config, steps = data.manifest, run.data, run.run.total_steps
     size = sum(shard.size for shard in manifest.shards)
     sequences = sum(source.sequences for source in data.sources)
     kept = sum(source.kept for source in data.sources)
@@ -213,6 +213,10 @@ def data_lines(data: DataParts, run: RunConfig, plan: BatchPlan) -> list[str]:
     warnings = data_warnings(data.sources, manifest, config, sequence_length=length)
     lines += [f"  warning  {warning}" for warning in warnings]
     lines += [f"  warning  {key} is {problem}" for key, problem in idle_settings(run)]
+    if run.run.tokens is not None:
+        lines.append(f"  steps    {steps:,} for run.tokens = {run.run.tokens:,}")
+        if warning := unfinished_cycle(steps, run.schedule):
+            lines.append(f"  warning  {warning}")
     return [*lines, *tokenizer_lines(config)]
 
 

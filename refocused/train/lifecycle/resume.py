@@ -241,7 +241,7 @@ def start_or_resume(trainer: Trainer, selected: Selection, start: Start) -> Trai
         added = f"; {now - saved} new ranks draw their dropout from the seed" if now > saved else ""
         text = f"  ranks    {saved} -> {now}, the states are partitioned again{added}"
         reporter.event("ranks", text)
-    saved_rates = saved_plan(step.path / "run.yaml")
+    saved_rates = saved_plan(step.path / "run.yaml", step.manifest.total_steps)
     if change := rate_change(state.step, saved=saved_rates, now=trainer.rates):
         reporter.event("schedule_warning", change)
     return state

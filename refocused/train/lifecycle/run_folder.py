@@ -146,7 +146,7 @@ def writing(folder: Path) -> Iterator[None]:
 
 def write_run_files(folder: Path, loaded: LoadedRun, plan: BatchPlan, data: DataParts) -> None:
     """Write the run's settings and the loss to expect."""
-    trained = plan.sequences_between(0, loaded.config.run.steps)
+    trained = plan.sequences_between(0, loaded.config.run.total_steps)
     epochs = trained / sum(source.sequences for source in data.sources)
     parameters = count_of_run(loaded).total
     curve = expected_curve(loaded, plan, parameters=parameters, epochs=epochs)

@@ -241,13 +241,9 @@ def run(loaded: LoadedRun, request: Request, world: World, session: Session) -> 
         imports = threading.Thread(target=_import_model_code, daemon=True)
         imports.start()
         selected = select(config, request, world)
+        made = trained = 0
         if (saved := selected.checkpoint) is not None:
-            if trains:
-                usd = number(read_json(saved.path / "trainer.json") or {}, "cost_usd")
-                done = saved.step >= given.config.run.steps
-                world.on_rank_0(
-                    lambda: require_budget(folder, config.cost, is_done=done, saved_usd=usd)
-                )
+            made, trained = saved.step, saved.manifest.tokens
             # A resume on other hardware must not change the precision of a run.
             dtype = saved.manifest.dtype
             if given.config.precision.dtype == "auto" and dtype != config.precision.dtype:
@@ -260,6 +256,17 @@ def run(loaded: LoadedRun, request: Request, world: World, session: Session) -> 
                 )
                 memory = banner.memory_lines(loaded, planned, world)
                 world.on_rank_0(lambda: _log([as_saved, *memory]))
+        counted_in = loaded
+        loaded = world.on_all_ranks(
+            lambda: counted_in.with_steps(planned.batch, made=made, trained=trained)
+        )
+        config = loaded.config
+        if saved is not None and trains:
+            usd = number(read_json(saved.path / "trainer.json") or {}, "cost_usd")
+            done = made >= config.run.total_steps
+            world.on_rank_0(
+                lambda: require_budget(folder, config.cost, is_done=done, saved_usd=usd)
+            )
         start = find_start(loaded, request, world, saved)
         enter("opens the data")
         end_phase("checkpoint")
@@ -270,7 +277,7 @@ def run(loaded: LoadedRun, request: Request, world: World, session: Session) -> 
                 world=world,
                 vocabulary=loaded.shape.vocabulary,
                 seed=config.run.seed,
-                steps=config.run.steps,
+                steps=config.run.total_steps,
                 evaluation_sequences=config.evaluation.sequences,
                 open_source=request.open_bucket,
             )
@@ -731,7 +738,7 @@ def assemble_trainer(
     tokenizer, sizes, tasks, sampler = build_texts(
         config, data.manifest, vocabulary=shape.vocabulary, world=world
     )
-    rates = RatePlan(config.optimizer, config.run.steps, config.schedule)
+    rates = RatePlan(config.optimizer, config.run.total_steps, config.schedule)
     cadence, meter = Cadence.of(config), session.meter
     meter.forecast = forecast(
         plan,
@@ -780,6 +787,7 @@ def assemble_trainer(
     # Checkpoints, and their mirror.
     metadata = RunMetadata(
         run=config.run.name,
+        total_steps=config.run.total_steps,
         zero_stage=stage,
         dtype=config.precision.resolved,
         versions=banner.package_versions(),
@@ -842,9 +850,9 @@ def assemble_trainer(
         )
 
     def time_left(step: int) -> str:
-        seconds = meter.seconds_left(cadence.ahead(step, config.run.steps, plan))
+        seconds = meter.seconds_left(cadence.ahead(step, config.run.total_steps, plan))
         return "" if seconds is None else f"left {duration(seconds)}"
 
     if world.is_rank_0 and not request.dry_run and erasure(sys.stdout):  # a terminal
-        trainer.bar = ProgressBar(sys.stdout, config.run.steps, time_left)
+        trainer.bar = ProgressBar(sys.stdout, config.run.total_steps, time_left)
     return trainer

@@ -78,7 +78,7 @@ class Trainer:
     @property
     def total_steps(self) -> int:
         """Optimizer steps of the whole run."""
-        return self.config.run.steps
+        return self.config.run.total_steps
 
 
 def train(trainer: Trainer, state: TrainState) -> tuple[TrainState, StopReason]:
