@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import re
@@ -89,7 +90,9 @@ def run_estimate_cost(parser: Parser) -> int:
 
         steps = affordable_steps(estimate)
         if steps < estimate.main.work.steps:
-            changed = f"run.steps={steps}"
+            most = dataclasses.replace(estimate.main.work, steps=steps)
+            in_tokens = estimate.loaded.config.run.tokens is not None
+            changed = f"run.tokens={most.tokens}" if in_tokens else f"run.steps={steps}"
             planned = f"{estimate.main.work.steps:,}"
             print_message("warning", f"The budget ends before step {planned}. Planned: {changed}")
             estimate, fix = estimate_with([*arguments.overrides, changed])

@@ -254,6 +254,9 @@ def test_a_plan_for_a_thousand_dollars(capsys):
     assert "of this plan suit a larger model" in page
     cost = re.search("[|] cost [|] [0-9.]+ h and [$]([0-9.]+) at", page)
     assert 499 < float(cost[1]) <= 500
+    # So is one whose length is given in tokens, which stay the name of its length.
+    _, warnings = plan(*llama[:2], "--budget", "100", "run.tokens=20000000000")
+    assert re.search(r"Planned: run[.]tokens=8[0-9]{9}\n", warnings)
     # Bytes are no tokens of a fit: hours and dollars without a loss.
     page, _ = plan("--config", "demo", "--budget", "1000")
     assert "No loss is given: the fits hold for attention, 50 M" in page and "The fit" not in page

@@ -49,7 +49,7 @@ def trained(given, **state):
     path = Path(run.directory, run.name)
     (path / "final_model").mkdir(parents=True)
     (path / "final_model/config.json").write_text("{}")
-    end = {"status": "finished", "step": run.steps, "cost_usd": None, **state}
+    end = {"status": "finished", "step": run.steps, "tokens": run.tokens, "cost_usd": None, **state}
     (path / "state.json").write_text(json.dumps(end))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # as the supervisor replaces it
     return ExitCode.OK
@@ -74,17 +74,23 @@ def test_a_second_command_changes_only_what_depends_on_it(folder, capsys):
         ["--depth", "1", "optimizer.lr=0.02"],
         ["run.seed=7"],
         ["run.steps=3"],
+        ["run.tokens=90000"],
         ["run.name=mine"],
     ):
         assert carried_out(capsys, *more)[0] == ["training"], more
-    for more in (["log.interval=7"], ["cost.per_hour_usd=2"], ["zero.stage=1"]):
+    for more in (
+        ["run.tokens=90000"],
+        ["log.interval=7"],
+        ["cost.per_hour_usd=2"],
+        ["zero.stage=1"],
+    ):
         assert carried_out(capsys, *more)[0] == [], more
     assert carried_out(capsys, "--vocabulary", "290")[0] == STAGES
     with Path("texts.jsonl").open("a") as file:
         file.write('{"text": "One more text."}\n')
     assert carried_out(capsys)[0] == STAGES
     runs = {path.name for path in Path("runs").iterdir()}
-    assert len(runs) == 8 and "mine" in runs
+    assert len(runs) == 9 and "mine" in runs
     unchanged = [path for path in before if path.suffix not in (".yaml",)]
     assert {path: before[path] for path in unchanged if "/d2-" not in str(path)} == {
         path: path.stat().st_mtime_ns for path in unchanged if "/d2-" not in str(path)

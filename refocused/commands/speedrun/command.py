@@ -63,6 +63,8 @@ class SizedRun:
     def tokens(self) -> int:
         """Tokens of all steps."""
         config = self.loaded.config
+        if config.run.tokens is not None:
+            return config.run.tokens
         sequences = config.run.total_steps * (config.batch.global_batch_size or 0)
         return sequences * config.model.sequence_length
 
@@ -355,7 +357,7 @@ def stages_of(run: SizedRun, arguments: argparse.Namespace) -> list[Stage]:
     trained = config.model_dump(mode="json", include=sections)
     for section, names in stand_ins.items():
         trained[section] = {k: v for k, v in trained[section].items() if k not in names}
-    trained["run"] = [config.run.total_steps, config.run.seed]
+    trained["run"] = [config.run.steps, config.run.tokens, config.run.seed]
     name = f"d{run.depth}-{named(depends, run.model, trained)}"
     data = {"source": str(tokens), "tokenizer": str(tokenizer), "document_id": 0}
     data |= {"mask_documents": bool(packed), "validation_files": ["tokens_val_*"]}
@@ -386,5 +388,8 @@ def is_finished(run: Path, config: RunConfig) -> bool:
 
     state = read_json(run / "state.json") or {}
     is_exported = not config.checkpoint.export_final or (run / "final_model/config.json").is_file()
-    is_last = (state.get("status"), state.get("step")) == ("finished", config.run.total_steps)
-    return is_last and is_exported
+    if config.run.tokens is not None:
+        is_whole_run = (state.get("tokens") or 0) >= config.run.tokens
+    else:
+        is_whole_run = state.get("step") == config.run.steps
+    return state.get("status") == "finished" and is_whole_run and is_exported
