@@ -88,7 +88,8 @@ def test_every_block_is_run_shown_or_needs_what_a_test_does_not_have() -> None:
             assert re.search(NEEDS[block.first_line], block.text, re.S), block
         elif block.kind == "yaml":
             for name, settings in parse_yaml(block.text).items():
-                RunConfig.model_fields[name].annotation(**settings)  # type: ignore[misc]
+                rest = {"name": "mine", "steps": 1} if name == "run" else {}  # of the file
+                RunConfig.model_fields[name].annotation(**rest | settings)  # type: ignore[misc]
         else:
             without_comments = re.sub(r"\s#.*", "", block.commands)
             assert not re.search(r"gs://|--num_gpus|credentials", without_comments), block
