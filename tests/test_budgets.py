@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # Figure: (ceiling today, wanted). Raising a ceiling takes a sentence in the commit that says what
 # the reader gets for it.
 BUDGETS = {
-    "statements": (32_341, 25_500),
+    "statements": (32_342, 25_500),
     "package files": (235, 220),
     "tests lines": (47_059, 34_000),
     "benchmarks lines": (5_500, 5_500),

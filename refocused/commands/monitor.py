@@ -332,8 +332,10 @@ WARNINGS = {  # by what differs of that which losses are measured on
     "validation set": "The validation sets differ: their losses do not compare, nor bits per byte.",
     "data": "The training data differ.",
 }
-# Of a difference of scores, by whether it exceeds its error.
-REMARKS = {True: ", more than its error", False: ", within its error", None: ""}
+# Of a difference of scores, by whether it exceeds `CLEAR` of its standard errors: two equal models
+# differ by more than one in a third of all cases, by more than two in one of twenty.
+CLEAR = 2
+REMARKS = {True: f", beyond {CLEAR} errors", False: f", within {CLEAR} errors", None: ""}
 Rows = list[dict[str, Any]]  # each with its `name` or `tokens`, and the `values` of the runs
 
 
@@ -460,8 +462,8 @@ def compare_scores(scores: Sequence[Mapping[str, tuple[float, float | None]]]) -
             both = None
             if error is not None and first_error is not None:
                 both = math.hypot(error, first_error)
-            exceeds = None if both is None else abs(value - first) > both
-            changes.append({"value": value - first, "error": both, "exceeds_error": exceeds})
+            exceeds = None if both is None else abs(value - first) > CLEAR * both
+            changes.append({"value": value - first, "error": both, "exceeds_errors": exceeds})
         rows.append({"name": name, "values": values, "changes": changes})
     return rows
 
@@ -495,7 +497,7 @@ def _lines(record: Mapping[str, Any]) -> list[str]:
         first, *others = map(score_text, row["values"])
         cells = [
             f"{score} ({change['value']:+.4f}{known(' +- {:.4f}', change['error'])}"
-            f"{REMARKS[change['exceeds_error']]})"
+            f"{REMARKS[change['exceeds_errors']]})"
             for score, change in zip(others, row["changes"], strict=True)
         ]
         rows.append([row["name"], first, *cells])
