@@ -10,6 +10,7 @@ from tiny import tiny_run
 from refocused.bucket.folder import DirectoryBucket
 from refocused.checkpoints.mirror import lease
 from refocused.checkpoints.mirror.lease import Lease
+from refocused.system.errors import BucketError
 from refocused.system.processes import this_process
 
 pytestmark = pytest.mark.slow
@@ -44,9 +45,15 @@ def test_two_starts_of_one_run(tmp_path: Path) -> None:
         other = Lease(
             DirectoryBucket(tmp_path / "mirror"), PREFIX, token="3", training=this_process()
         )
-        (tmp_path / "mirror" / PREFIX / lease.LEASE_FILE).unlink()
-        while other.renew() is not None:  # the first may renew it between
-            (tmp_path / "mirror" / PREFIX / lease.LEASE_FILE).unlink()
+
+        def takes_it() -> bool:
+            (tmp_path / "mirror" / PREFIX / lease.LEASE_FILE).unlink(missing_ok=True)
+            try:
+                return other.renew() is None
+            except BucketError:  # the first was faster
+                return False
+
+        first.wait_until(takes_it)
         ended = first.wait(60)
     assert ended.codes == [1, 1], ended.everything
     assert ended.everything.count("This run is trained by") == 1, ended.everything
