@@ -77,7 +77,7 @@ def test_every_script_finds_the_environment_beside_it(
     python = checkout / ".venv" / "bin" / "python"
     program(python, f'echo ".venv: $*"; exec "{sys.executable}" "$@"')
     monkeypatch.setenv("PATH", f"{checkout.parent}/path")
-    assert len(SCRIPTS) == 10
+    assert len(SCRIPTS) == 11
     for script in SCRIPTS:
         file = checkout / "launch" / f"{script}.py"
         done = run_script(checkout, file, "a b", "-x")

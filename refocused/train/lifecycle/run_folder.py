@@ -1,5 +1,7 @@
 """The run's folder: shared or one per machine, and claimed by one training at a time."""
 
+from __future__ import annotations
+
 import contextlib
 import dataclasses
 import json
@@ -9,10 +11,10 @@ import secrets
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from refocused.config.batch_plan import BatchPlan
 from refocused.config.load_run import LoadedRun, render_run
-from refocused.data.loader.open_data import DataParts
 from refocused.estimate.flops import count_of_run
 from refocused.metrics.expected_loss import EXPECTED_LOSS_FILE, expected_curve
 from refocused.metrics.jsonl import read_json, utc_now, write_state
@@ -21,6 +23,9 @@ from refocused.system.errors import ConfigError, TrainingError, as_typed
 from refocused.system.locks import FileLock
 from refocused.system.processes import liveness_of, session_record
 from refocused.system.world import World
+
+if TYPE_CHECKING:
+    from refocused.data.loader.open_data import DataParts
 
 logger = logging.getLogger(__name__)
 
