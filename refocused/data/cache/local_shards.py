@@ -14,7 +14,7 @@ import struct
 import uuid
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -104,7 +104,7 @@ class TokenFile:
         offset = self._offset + first * self._token_bytes
         try:
             # To type checkers, numpy arrays are buffers only from Python 3.12 on.
-            read = os.preadv(self._descriptor, [tokens], offset)  # type: ignore[list-item]
+            read = os.preadv(self._descriptor, cast("Any", [tokens]), offset)
         except OSError as error:
             raise ShardError(
                 f"{self._name}: its local copy cannot be read ({error.strerror}). Check the disk "
