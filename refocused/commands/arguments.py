@@ -123,6 +123,8 @@ class Parser(argparse.ArgumentParser):
             sys.exit(ExitCode.WRONG_USE)
         near, unknown = "", re.match(r"unrecognized arguments: (--[\w-]+)", message)
         if unknown is not None:
+            # Whether the values of unknown options follow depends on the version of Python.
+            message = " ".join(re.findall("unrecognized arguments:|(?<= )-[^ ]*", message))
             near = did_you_mean(unknown[1], self._option_string_actions)
         print_message("error", f"{message}.{near}")
         print_message("hint", f"{self.prog} --help lists the options.")
