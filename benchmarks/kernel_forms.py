@@ -9,7 +9,6 @@ are then timed, forward and backward, at the sizes of a pass of 0.76 B (the loss
 import dataclasses
 import functools
 import gc
-import importlib
 import itertools
 import statistics
 import typing
@@ -139,12 +138,25 @@ def scans(device: torch.device, tiny: bool) -> Iterator[Kind]:
 
     in_torch = functools.partial(chunked_scan, chunk=256)
     chunks = functools.partial(matrix_scan, chunk=MEMORY_CHUNK)
-    for name, draw, form in (("ten.scan", modes, in_torch), ("memory", memories, chunks)):
+
+    def modes_kernel(*leaves: Tensor) -> Any:
+        from refocused.models.scan_kernel import kernel_scan  # imports Triton
+
+        return kernel_scan(*leaves)
+
+    def memories_kernel(*leaves: Tensor) -> Any:
+        from refocused.models.memory_kernel import kernel_scan
+
+        return kernel_scan(*leaves)
+
+    for name, draw, form, kernel in (
+        ("ten", modes, in_torch, modes_kernel),
+        ("memory", memories, chunks, memories_kernel),
+    ):
         forms: dict[str, Form] = {"chunked": form}
         if device.type == "cuda":  # blocks are compiled there
             forms = {"chunked": torch.compile(form, dynamic=False), "not compiled": form}
-        module = f"refocused.models.{name}_kernel"  # imports Triton
-        forms["kernel"] = lambda *leaves, m=module: importlib.import_module(m).kernel_scan(*leaves)
+        forms["kernel"] = kernel
         samples = {"checked": draw(300 if tiny else 2500), "timed": draw(256 if tiny else 32768)}
         title, values = f"scan, {name}", ("chunked", "kernel")
         yield Kind(title, "model.scan", values, "chunked", forms, **samples, limit=1e-4)
