@@ -139,24 +139,16 @@ def scans(device: torch.device, tiny: bool) -> Iterator[Kind]:
     in_torch = functools.partial(chunked_scan, chunk=256)
     chunks = functools.partial(matrix_scan, chunk=MEMORY_CHUNK)
 
-    def modes_kernel(*leaves: Tensor) -> Any:
-        from refocused.models.scan_kernel import kernel_scan  # imports Triton
+    def kernel(name: str, *leaves: Tensor) -> Any:
+        from refocused.models import memory_kernel, scan_kernel  # these import Triton
 
-        return kernel_scan(*leaves)
+        return {"ten": scan_kernel, "memory": memory_kernel}[name].kernel_scan(*leaves)
 
-    def memories_kernel(*leaves: Tensor) -> Any:
-        from refocused.models.memory_kernel import kernel_scan
-
-        return kernel_scan(*leaves)
-
-    for name, draw, form, kernel in (
-        ("ten", modes, in_torch, modes_kernel),
-        ("memory", memories, chunks, memories_kernel),
-    ):
+    for name, draw, form in (("ten", modes, in_torch), ("memory", memories, chunks)):
         forms: dict[str, Form] = {"chunked": form}
         if device.type == "cuda":  # blocks are compiled there
             forms = {"chunked": torch.compile(form, dynamic=False), "not compiled": form}
-        forms["kernel"] = kernel
+        forms["kernel"] = functools.partial(kernel, name)
         samples = {"checked": draw(300 if tiny else 2500), "timed": draw(256 if tiny else 32768)}
         title, values = f"scan, {name}", ("chunked", "kernel")
         yield Kind(title, "model.scan", values, "chunked", forms, **samples, limit=1e-4)
