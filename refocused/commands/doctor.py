@@ -62,7 +62,9 @@ def run_doctor(parser: Parser) -> int:
     arguments, began = parser.read(), time.monotonic()
     import refocused
     from refocused.config.load_run import load_run
+    from refocused.data.manifest.run_manifest import describe_run
     from refocused.data.manifest.vocabulary import decide_vocabulary
+    from refocused.data.order.sources import tokens_of_epochs
     from refocused.doctor.examination import Examination
     from refocused.doctor.finding import Finding
     from refocused.system.hardware import named_gpu
@@ -83,6 +85,12 @@ def run_doctor(parser: Parser) -> int:
         loaded = load_run(arguments.config, arguments.overrides, name=arguments.run)
         with contextlib.suppress(BucketError, ShardError):  # reported by a finding
             loaded = decide_vocabulary(loaded, lambda url: bucket_at(url, arguments))
+            config, data = loaded.config, loaded.config.data
+            loaded = loaded.with_tokens(
+                lambda: tokens_of_epochs(
+                    config, describe_run({"": bucket_at(data.address, arguments)}, data)
+                )
+            )
         options = [
             f"--{name.replace('_', '-')}={value}"
             for name in ("config", "run", "gcs_credentials", "gcp_project")

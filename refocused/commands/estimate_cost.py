@@ -95,7 +95,8 @@ def run_estimate_cost(parser: Parser) -> int:
             changed = f"run.tokens={most.tokens}" if in_tokens else f"run.steps={steps}"
             planned = f"{estimate.main.work.steps:,}"
             print_message("warning", f"The budget ends before step {planned}. Planned: {changed}")
-            estimate, fix = estimate_with([*arguments.overrides, changed])
+            others = [one for one in arguments.overrides if not one.startswith("run.epochs=")]
+            estimate, fix = estimate_with([*others, changed])
         facts = list(_facts(estimate))[:-1]  # the prices of machines are not on the page
         page = plan_page(estimate, facts, reach=steps)
         with disk_errors(arguments.plan):
@@ -122,9 +123,12 @@ def estimate_of(
 
     Price and budget are the run file's unless they are given.
     """
+    from refocused.bucket.open_bucket import open_bucket
     from refocused.config.load_run import load_run
     from refocused.config.prices import read_prices
+    from refocused.data.manifest.run_manifest import describe_run
     from refocused.data.manifest.vocabulary import decide_vocabulary
+    from refocused.data.order.sources import tokens_of_epochs
     from refocused.doctor.run_fits import fitting_on_gpus
     from refocused.estimate.run_cost import estimate
 
@@ -134,6 +138,10 @@ def estimate_of(
     except ShardError as error:
         known = f"{loaded.shape.vocabulary:,} token ids of {loaded.config.model.preset}"
         print_message("warning", f"{error} Estimating with the {known}.")
+    given, data = loaded.config, loaded.config.data
+    loaded = loaded.with_tokens(
+        lambda: tokens_of_epochs(given, describe_run({"": open_bucket(data.address)}, data))
+    )
     run = loaded.config
     tasks, missing = _tasks_work(run)
     prompts = run.evaluation.sample_prompts

@@ -64,8 +64,15 @@ class LoadedRun:
             raise ConfigError("\n".join(problems))
         return dataclasses.replace(self, config=config, shape=shape)
 
+    def with_tokens(self, count: Callable[[], int]) -> Self:
+        """Return the run with the tokens of `run.epochs`, which `count` reads from the data."""
+        if self.config.run.epochs is None or self.config.run.tokens is not None:
+            return self
+        run = self.config.run.model_copy(update={"tokens": count()})
+        return dataclasses.replace(self, config=self.config.model_copy(update={"run": run}))
+
     def with_steps(self, plan: BatchPlan, *, made: int = 0, trained: int = 0) -> Self:
-        """Return the run with the steps that `run.tokens` take in all; `run.steps` stay as given.
+        """Return the run with the steps that its tokens take in all; `run.steps` stay as given.
 
         A resume has `made` steps and `trained` on tokens, which count.
 
@@ -81,7 +88,7 @@ class LoadedRun:
         if tokens < plan.sequences_between(0, 1) * plan.sequence_length:
             problems = [f"less than the tokens of a step ({plan.tokens:,}). Raise it."]
         if problems and steps > made:
-            text = f"{self.file}: run.tokens = {tokens} ({counted(steps, 'step')}): "
+            text = f"{self.file}: {self.config.run.length} ({counted(steps, 'step')}): "
             raise ConfigError("\n".join(f"{text}{problem}" for problem in problems))
         return dataclasses.replace(self, config=config)
 
@@ -174,8 +181,9 @@ class _Source:
                     text = f"{shorter} (1/{_SHORTENED_WARMUP} of run.steps={steps.text})"
                     setting = yaml_source.Setting(shorter, text, yaml_source.COMMAND_LINE)
                     typed.settings[key] = setting
-        # The command line's length, in steps or tokens, takes the place of the file's.
-        for path, other in itertools.permutations([("run", "steps"), ("run", "tokens")]):
+        # The command line's length takes the place of the file's.
+        lengths = [("run", unit) for unit in ("steps", "tokens", "epochs")]
+        for path, other in itertools.permutations(lengths, 2):
             if getattr(typed.settings.get(path), "value", None) is not None:
                 written.settings.pop(other, None)
         self.file = file

@@ -122,10 +122,13 @@ class RunSection(Section):
     directory: PathText = setting("runs", "/mnt/disk/runs")
     """Folder of all runs, on a shared disk or on the disk of each machine."""
     steps: Count | None = setting(None, "20000")
-    """Optimizer steps of the whole run; null: as many as `tokens` take."""
+    """Optimizer steps of the whole run; null: as many as `tokens` or `epochs` take."""
     tokens: Count | None = setting(None, "10e9")
     """Tokens to train on, in place of `steps`, rounded up to a whole step. A resume with another
     batch still trains on as many in all."""
+    epochs: Positive | None = setting(None, "1.5")
+    """Passes over the training data, in place of `steps`: the run reads how many tokens they are at
+    its start. Not for a mixture, each of whose sources has passes of its own."""
     seed: CountOrZero = setting(1337, "1")
     """Seed of the initial weights, of dropout and of the data order."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
@@ -172,20 +175,33 @@ class RunSection(Section):
 
     @pydantic.model_validator(mode="after")
     def _one_length(self) -> Self:
-        if (self.steps is None) == (self.tokens is None):
-            raise ValueError("set either steps or tokens")
+        if (self.steps, self.tokens, self.epochs).count(None) != 2:
+            raise ValueError("set one of steps, tokens and epochs")
         return self
 
     @property
     def total_steps(self) -> int:
         """Optimizer steps of the whole run; of tokens they follow from the batch of the ranks."""
         if self.steps is None:
-            raise ConfigError("run.tokens: the batch decides how many steps these are.")
+            raise ConfigError(f"{self.length}: not known in steps here. Set run.steps.")
         return self.steps
 
+    @property
+    def length(self) -> str:
+        """The setting of the length, as in `run.tokens = 600`."""
+        if self.epochs is None:
+            name = "steps" if self.tokens is None else "tokens"
+            return f"run.{name} = {getattr(self, name)}"
+        tokens = "" if self.tokens is None else f" ({self.tokens:,} tokens)"
+        return f"run.epochs = {self.epochs:g}{tokens}"
+
     @pydantic.field_serializer("steps")
-    def _leave_out_what_follows(self, steps: int | None) -> int | None:
-        return steps if self.tokens is None else None
+    def _leave_out_steps_that_follow(self, steps: int | None) -> int | None:
+        return steps if self.tokens is self.epochs is None else None
+
+    @pydantic.field_serializer("tokens")
+    def _leave_out_tokens_that_follow(self, tokens: int | None) -> int | None:
+        return tokens if self.epochs is None else None
 
     @pydantic.field_serializer("on_end")
     def _hide_command(self, text: str | None) -> str | None:
@@ -250,6 +266,8 @@ def check_run(config: RunConfig) -> Iterator[Misfit]:
     if config.run.on_spike == "rewind" and not config.checkpoint.interval:
         message = "rewind needs checkpoints to go back to. Set checkpoint.interval."
         yield Misfit("run.on_spike", message)
+    if config.run.epochs is not None and data.mixture:
+        yield Misfit("run.epochs", "the sources of a mixture have passes of their own. Set tokens.")
     model, places = config.model, (offload, config.zero.offload_parameters)
     if model.start_from is not None and "nvme" in places:
         message = "weights cannot be loaded to an NVMe drive. Offload to cpu, or leave this out."

@@ -156,7 +156,9 @@ class Examination:
         yield from self._store()
         yield from self._start_from()
         yield from self._data()
-        if self._choice is not None:
+        run = self.loaded.config.run
+        has_length = run.epochs is None or run.tokens is not None  # else the data cannot be read
+        if self._choice is not None and has_length:
             needs = run_fits.disk_needs(self.loaded, self._choice, ranks=ranks, tokens=self._tokens)
             if self.rented is None:
                 yield from run_fits.check_disks(needs)

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 import re
 import socket
 import subprocess
@@ -9,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from commands.trained_run import RUN, write_run, write_settings
 from evaluate.core_bundle import write_bundle
@@ -218,6 +220,20 @@ def test_what_a_run_cost_and_a_budget_was_good_for(here, capsys, status, step, b
     assert f": {answer}\n" in text
     assert "in 2 sessions, $50.00, $0.1000 a million tokens" in text
     assert ("left  " in text) == (status == "stopped")
+
+
+def test_epochs_are_the_tokens_of_the_data(here, capsys):
+    (here / "tokens").mkdir()
+    np.save(here / "tokens" / "a.npy", np.arange(64_001, dtype=np.uint16) % 100)
+    given = ("--config", "demo", "data.source=tokens", "data.validation_files=[]")
+    given += ("model.sequence_length=64", "batch.micro_batch_size=2", "batch.global_batch_size=16")
+    work = estimated(capsys, *given, "data.validation_fraction=0.1", "run.epochs=1.5")["work"]
+    steps = math.ceil(1.5 * 900 / 16)  # of 1,000 sequences, 900 to train
+    assert (work["steps"], work["tokens"]) == (steps, steps * 16 * 64)
+    # A budget ends the run earlier, and its tokens are then those that the budget buys.
+    arguments = (*given, "run.epochs=1e6", "--budget", "9", "--per-hour", "24")
+    assert main([*arguments, "--plan", "plan.md"]) == 0
+    assert re.search(r"Planned: run[.]tokens=[0-9]+\n", capsys.readouterr().err)
 
 
 def test_a_plan_for_a_thousand_dollars(capsys):

@@ -1,6 +1,8 @@
 """Resuming with other ranks, other settings, or in another run."""
 
 import json
+import math
+import re
 import shutil
 from pathlib import Path
 
@@ -10,6 +12,7 @@ from tiny import losses as exact_losses
 from tiny import tiny_run, wait_for_the_mirror
 
 from refocused.checkpoints.step.checkpoint_directory import read_checkpoint
+from refocused.data.loader.open_data import TokenLoader
 
 pytestmark = pytest.mark.slow
 UNMIRRORED = ["--config", "tiny.yaml", "checkpoint.mirror=null"]
@@ -172,7 +175,33 @@ def test_a_run_of_tokens_counts_those_it_has_with_any_batch(tmp_path: Path) -> N
     assert (
         "finished all 5 steps were made before" in train(tmp_path, *given, "run.tokens=600").out[0]
     )
+    (onwards,) = re.findall("train on: (.*) --max-steps N", first)
+    assert onwards.endswith(" ".join(given))  # N takes the place of the tokens
     longer = train(tmp_path, *given, "run.tokens=1700", ranks=2)  # 256 a step: 4.1 more
     assert "was planned for 5 steps; now it is linear over 10" in longer.err[0]
     state = json.loads((folder / "state.json").read_text())
     assert (state["step"], state["total_steps"], state["tokens"]) == (10, 10, 640 + 5 * 256)
+
+
+def test_a_run_of_epochs_trains_on_all_its_data_but_what_is_held_out_or_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tiny_run(tmp_path)
+    given = ["--config", "tiny.yaml", "checkpoint.mirror=null", "schedule.warmup_steps=1"]
+    skip = f"data.skip=[{sorted((tmp_path / 'tokens').glob('*.npy'))[1].name}]"
+    for epochs, more in {"0.5": [], "1": [skip], "2": []}.items():
+        said = train(tmp_path, *given, f"run.epochs={epochs}", f"run.name=of{epochs}", *more)
+        folder = tmp_path / "runs" / f"of{epochs}"
+        loader = TokenLoader.from_run(folder, batch_size=1, epochs=1)
+        with loader:
+            sequences = sum(1 for _ in loader)
+        tokens = math.ceil(float(epochs) * sequences) * 32
+        assert f"for run.epochs = {epochs} ({tokens:,} tokens)" in said.out[0]
+        trained = json.loads((folder / "state.json").read_text())
+        assert trained["tokens"] == math.ceil(tokens / 128) * 128
+        assert "tokens: null\n  epochs: " in (folder / "run.yaml").read_text()
+    longer = train(tmp_path, *given, "run.epochs=2.1", "run.name=of2").out[0]
+    assert "resume   step" in longer
+    again = train(tmp_path, *given, "run.epochs=2.1", "run.name=of2").out[0]
+    assert "were made before; time and cost stay as they are. Raise run.epochs" in again

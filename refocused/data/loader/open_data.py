@@ -94,7 +94,7 @@ def build_data(
     """
     urls = {name: source.address for name, source in data.by_source.items()}
     buckets = world.on_all_ranks(lambda: {name: open_source(url) for name, url in urls.items()})
-    manifest = world.on_rank_0(lambda: _describe(buckets, data))
+    manifest = world.on_rank_0(lambda: describe_sources(buckets, data))
     if world.local_world_size < world.world_size:
         is_other = world.is_local_rank_0 and not world.is_rank_0
         world.on_all_ranks(lambda: _compare(buckets, data, manifest) if is_other else None)
@@ -145,7 +145,8 @@ def build_data(
     return DataParts(manifest, sources, order, order_text, cache, loader, validation_set)
 
 
-def _describe(buckets: Mapping[str, Bucket], data: DataConfig) -> Manifest:
+def describe_sources(buckets: Mapping[str, Bucket], data: DataConfig) -> Manifest:
+    """Describe a run's shards as `describe_run`; keep counts, and prepare text if it has any."""
     counts_file = Path(data.cache) / "counts.json"
     for name, source in data.by_source.items():
         if source.source == PYTHON_STDLIB:
@@ -159,7 +160,7 @@ def _compare(buckets: Mapping[str, Bucket], data: DataConfig, first: Manifest) -
         return
     local_rows, first_rows = (
         {shard.name: shard.fingerprint_row() for shard in manifest.shards}
-        for manifest in (_describe(buckets, data), first)
+        for manifest in (describe_sources(buckets, data), first)
     )
     names = local_rows | first_rows
     odd = sorted(name for name in names if local_rows.get(name) != first_rows.get(name))

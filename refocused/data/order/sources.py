@@ -11,6 +11,7 @@ import numpy as np
 
 from refocused.config.batch_plan import BatchPlan
 from refocused.config.data import DataConfig
+from refocused.config.run_config import RunConfig
 from refocused.data.formats.object_names import HELD_OUT
 from refocused.data.manifest.run_manifest import split_by_source
 from refocused.data.manifest.shard_manifest import Manifest, Shard, is_skipped
@@ -126,6 +127,21 @@ def split_sources(
                 )
         sources.append(source)
     return sources
+
+
+def tokens_of_epochs(config: RunConfig, manifest: Manifest) -> int:
+    """Return the tokens of `run.epochs` passes over the training data; raises as `split_sources`.
+
+    The last pass is rounded up to a sequence.
+    """
+    (source,) = split_sources(
+        manifest,
+        config.data,
+        sequence_length=config.model.sequence_length,
+        evaluation_sequences=config.evaluation.sequences,
+    )
+    sequences = source.sequences - source.skipped_sequences
+    return math.ceil((config.run.epochs or 1) * sequences) * config.model.sequence_length
 
 
 def later_stages(data: DataConfig, plan: BatchPlan) -> list[Stage]:

@@ -214,7 +214,7 @@ def data_lines(data: DataParts, run: RunConfig, plan: BatchPlan) -> list[str]:
     lines += [f"  warning  {warning}" for warning in warnings]
     lines += [f"  warning  {key} is {problem}" for key, problem in idle_settings(run)]
     if run.run.tokens is not None:
-        lines.append(f"  steps    {steps:,} for run.tokens = {run.run.tokens:,}")
+        lines.append(f"  steps    {steps:,} for {run.run.length}")
         if warning := unfinished_cycle(steps, run.schedule):
             lines.append(f"  warning  {warning}")
     return [*lines, *tokenizer_lines(config)]

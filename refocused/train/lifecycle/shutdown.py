@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 SAMPLE_WIDTH = 100  # columns of the lines with text samples, without a terminal
 LEAST_SAMPLE_WIDTH = 66  # for two samples side by side
-_MAX_STEPS = re.compile(r" (?:--max-steps[= ]|run\.steps=)\S+")
+_MAX_STEPS = re.compile(r" (?:--max-steps[= ]|run\.(?:steps|tokens|epochs)=)\S+")
 FINISHED_TRACKERS_END_S = 30.0  # limit for closing the trackers of a finished run
 INTERRUPTED_DRAIN_S = 5.0  # the launcher kills a stopping rank after 30 s; the mirror goes on
 REPORT_SOON_S = 3.0  # after the last line, if something starts to block the mirror

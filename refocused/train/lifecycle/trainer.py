@@ -35,10 +35,10 @@ from refocused.config.cadence import Cadence
 from refocused.config.deepspeed import deepspeed_config
 from refocused.config.load_run import LoadedRun, render_run
 from refocused.config.run_config import RunConfig
-from refocused.data.loader.open_data import DataParts, build_data
+from refocused.data.loader.open_data import DataParts, build_data, describe_sources
 from refocused.data.manifest.shard_manifest import Manifest
 from refocused.data.manifest.vocabulary import decide_vocabulary, require_room_for_tokenizer
-from refocused.data.order.sources import describe_mixture
+from refocused.data.order.sources import describe_mixture, tokens_of_epochs
 from refocused.engine.build_engine import build_engine, set_product_precision
 from refocused.engine.compiled import DTYPES, Compilation, compile_blocks
 from refocused.engine.deepspeed_patches import load_deepspeed
@@ -454,6 +454,13 @@ def settle(
         return decide_vocabulary(loaded, open_source).shape.vocabulary
 
     loaded = loaded.with_vocabulary(world.on_rank_0(vocabulary))
+    given = loaded.config
+
+    def tokens() -> int:
+        buckets = {"": open_source(given.data.address)}
+        return tokens_of_epochs(given, describe_sources(buckets, given.data))
+
+    loaded = loaded.with_tokens(lambda: world.on_rank_0(tokens))
     if world.device_kind == "cpu":
         world.on_all_ranks(lambda: refuse_cpu(loaded, ranks=world.world_size))
     # The dtype of the least capable rank, so that all ranks decide alike.

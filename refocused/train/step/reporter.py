@@ -102,7 +102,8 @@ class Reporter:
         total = self._trainer.total_steps
         self._is_done = before.is_finished and state.step >= total
         if self._is_done:
-            text = "time and cost stay as they are. Raise run.steps (or run.tokens) to train on."
+            length = self._trainer.config.run.length.partition(" ")[0]
+            text = f"time and cost stay as they are. Raise {length} to train on."
             self.event("done_before", f"  finished all {total:,} steps were made before; {text}")
 
     def track(self, trackers: Trackers) -> None:
