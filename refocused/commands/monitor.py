@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
+import itertools
 import json
 import locale
 import math
@@ -16,10 +17,11 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from refocused.commands.arguments import Parser, add_credentials, add_json, bucket_at
@@ -39,6 +41,7 @@ from refocused.system.number_text import known
 
 if TYPE_CHECKING:
     from refocused.monitor.run_reader import RunReader, RunView
+    from refocused.monitor.screen.summary import Report
 
 INTERVAL_SECONDS = 2.5
 EVENTS_PRINTED = 5
@@ -200,12 +203,14 @@ def _serve(folders: Sequence[Path], arguments: argparse.Namespace) -> None:
 
 
 def _summarize(folders: Sequence[Path], page: Path | None) -> None:
-    from refocused.monitor.screen.summary import write_page, write_summary
+    from refocused.monitor.screen.summary import read_report, write_page, write_summary
 
     target, views = page, {folder: _reader(folder).read(time.time()) for folder in folders}
     try:
         if page is not None:
-            print(write_page(views, page))
+            reports = {str(folder): read_report(folder, view) for folder, view in views.items()}
+            record = compare_runs(list(views.values()), reports)
+            print(write_page(_with_tables(reports, record), page))
         for target, view in views.items() if page is None else ():
             print(", ".join(map(str, write_summary(target, view))))
     except OSError as error:
@@ -326,6 +331,7 @@ def run_stop(parser: Parser) -> None:
 
 
 ROWS = 10  # at most, of a table of losses
+POINTS = 2  # at least, of each run's log lines, in a row of training losses
 WARNINGS = {  # by what differs of that which losses are measured on
     "tokenizer": "The tokenizers differ: losses per token do not compare. Bits per byte do, if the "
     "validation text is the same.",
@@ -336,6 +342,15 @@ WARNINGS = {  # by what differs of that which losses are measured on
 # differ by more than one in a third of all cases, by more than two in one of twenty.
 CLEAR = 2
 REMARKS = {True: f", beyond {CLEAR} errors", False: f", within {CLEAR} errors", None: ""}
+# Of figures: what must be the same where they compare by their difference; the rest by their ratio,
+# but for those of which twice as much means nothing.
+DIFFERENCES = {
+    "training loss": ("tokenizer",),
+    "validation loss": ("tokenizer", "validation set"),
+    "best validation loss": ("tokenizer", "validation set"),
+    "bits per byte": ("validation set",),
+}
+NOT_COMPARED = ("waited for data, mean", "hottest GPU")
 Rows = list[dict[str, Any]]  # each with its `name` or `tokens`, and the `values` of the runs
 
 
@@ -352,49 +367,59 @@ def run_compare(parser: Parser) -> None:
     add = parser.group("output")
     add("--page FILE", "write an HTML page with the curves of all, as monitor --page", type=Path)
     add_json(parser)
+    add = parser.group("storage")
+    add("--bucket URL", "where to read runs that have no folder here (checkpoint.mirror)")
+    add_credentials(parser)
     arguments = parser.read()
-    from refocused.monitor.run_reader import RunReader
-    from refocused.monitor.screen.summary import write_page
+    if not arguments.bucket:
+        parser.refuse(arguments, "needs --bucket", "gcs_credentials", "gcp_project")
+    from refocused.checkpoints.mirror.mirror_logs import fetch_logs
+    from refocused.monitor.screen.summary import read_report, write_page
 
-    folders = [find_run(name, option=None) for name in arguments.runs]
-    if len({folder.resolve() for folder in folders}) < max(2, len(folders)):
-        raise ConfigError(f"{' and '.join(arguments.runs)}: name two or more different runs.")
+    bucket = bucket_at(arguments.bucket, arguments) if arguments.bucket else None
     views: dict[Path, RunView] = {}
-    for folder in folders:
-        views[folder] = view = RunReader(folder, saved_steps=whole_steps).read(time.time())
-        if view.state is None and not (view.settings or view.steps):
-            raise ConfigError(f"{folder} holds no run: it has neither state.json nor run.yaml.")
-    record = compare_runs(views)
+    shown = list[str]()
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as copies:
+        for name in arguments.runs:
+            folder = find_run(name, must_exist=bucket is None, option=None)
+            shown.append(str(folder))
+            if bucket is not None and not folder.is_dir():
+                shown[-1], folder = f"{bucket.url}/{folder.name}", Path(copies, folder.name)
+                fetch_logs(bucket, folder.name, folder)
+            views[folder] = view = _reader(folder).read(time.time())
+            if view.state is None and not (view.settings or view.steps):
+                raise ConfigError(
+                    f"{shown[-1]} holds no run: it has neither state.json nor run.yaml."
+                )
+        if len({folder.resolve() for folder in views}) < max(2, len(shown)):
+            raise ConfigError(f"{' and '.join(arguments.runs)}: name two or more different runs.")
+        reports = {name: read_report(*run) for name, run in zip(shown, views.items(), strict=True)}
+    record = compare_runs(list(views.values()), reports)
     for warning in record["warnings"]:
         print_message("warning", warning)
     print_result(record, _lines(record), as_json=arguments.json)
     if (page := arguments.page) is not None:
-        write_picture(lambda file: write_page(views, file), page, option="--page")
+        with_tables = _with_tables(reports, record)
+        write_picture(lambda file: write_page(with_tables, file), page, option="--page")
         print_message("hint", f"{page} shows the curves.")
 
 
-def compare_runs(views: Mapping[Path, RunView]) -> dict[str, Any]:
+def compare_runs(views: Sequence[RunView], reports: Mapping[str, Report]) -> dict[str, Any]:
     """Return what differs between runs, for JSON; `values` are in the order of the runs.
 
     Losses are left out where they mean different things: per token of another tokenizer, or on
     another validation set.
+
+    Args:
+        views: The runs.
+        reports: Their reports, by what the runs are called.
     """
-    from refocused.checkpoints.resume.changes import differences
-    from refocused.monitor.screen.summary import read_report
-
-    def rows_of(tables: Sequence[Mapping[str, Any]], *apart: str) -> Rows:
-        """Return what differs between tables, but for the names that stand elsewhere."""
-        different = [row.name for other in tables for row in differences(tables[0], other)]
-        names = [name for name in dict.fromkeys(different) if name not in apart]
-        return [{"name": name, "values": [table.get(name) for table in tables]} for name in names]
-
-    reports = {folder: read_report(folder, view) for folder, view in views.items()}
     warnings = list[str]()
-    for folder, report in reports.items():
-        warnings += [f"{folder}: {text}." for text in report["damage"]]
-        if not views[folder].steps:
-            warnings.append(f"{folder} has no step yet: there are no losses to compare.")
-    names = ("measured_on", "rows", "setup", "scores")
+    for (name, report), view in zip(reports.items(), views, strict=True):
+        warnings += [f"{name}: {text}." for text in report["damage"]]
+        if not view.steps:
+            warnings.append(f"{name} has no step in its logs: there are no losses to compare.")
+    names = ("measured_on", "rows", "setup", "scores", "figures")
     of_all = {name: [report[name] for report in reports.values()] for name in names}
     differs = {
         what: len({measured_on[what] for measured_on in of_all["measured_on"]} - {None}) > 1
@@ -403,22 +428,52 @@ def compare_runs(views: Mapping[Path, RunView]) -> dict[str, Any]:
     differs["validation set"] &= not differs["tokenizer"]
     warnings += [WARNINGS[what] for what in WARNINGS if differs[what]]
     training, validation = (
-        [_curve(getattr(view, name)) for view in views.values()]
-        for name in ("steps", "validations")
+        [_curve(getattr(view, name)) for view in views] for name in ("steps", "validations")
     )
     is_comparable = not differs["tokenizer"] and all(training)
     validates = is_comparable and not differs["validation set"]
-    figures = rows_of([dict(rows) for rows in of_all["rows"]])
+    scores = compare_scores(of_all["scores"])
+    figures = _differing([dict(rows) for rows in of_all["rows"]])
+    elsewhere = {"goodput", *(row["name"] for row in scores)}
+    for row in figures:
+        name = row["name"]
+        first, *others = (of_run.get(name) for of_run in of_all["figures"])
+        shares_all = not any(differs[what] for what in DIFFERENCES.get(name, ()))
+        if first and shares_all and name not in NOT_COMPARED:
+            begin, unit = (first, 1.0) if name in DIFFERENCES else (0.0, first)
+            row["changes"] = [None if not each else (each - begin) / unit for each in others]
+    settings = [{name: _hidden(value) for name, value in view.settings.items()} for view in views]
     return {
         "warnings": warnings,
-        "runs": [{"run": str(folder), **view.as_record()} for folder, view in views.items()],
-        "settings": rows_of([view.settings for view in views.values()], "run.name"),
-        "setup": rows_of([dict(rows) for rows in of_all["setup"]], "command"),
-        "figures": [row for row in figures if row["name"] not in ("goodput", *of_all["scores"][0])],
+        "runs": [
+            {"run": name, **view.as_record()} for name, view in zip(reports, views, strict=True)
+        ],
+        "settings": [row for row in _differing(settings) if row["name"] != "run.name"],
+        "setup": [
+            row for row in _differing(list(map(dict, of_all["setup"]))) if row["name"] != "command"
+        ],
+        "figures": [row for row in figures if row["name"] not in elsewhere],
         "training_losses": at_tenths(training) if is_comparable else [],
         "validation_losses": at_validations(validation) if validates else [],
-        "scores": compare_scores(of_all["scores"]),
+        "scores": scores,
     }
+
+
+def _hidden(value: object) -> object:
+    """Return a setting without what may be secret in it."""
+    from refocused.config.outputs import without_secrets
+
+    return without_secrets(value) if isinstance(value, str) else value
+
+
+def _differing(tables: Sequence[Mapping[str, Any]]) -> Rows:
+    """Return what differs between tables, in their order; empty ones are unknown."""
+    known = [each for each in tables if each]
+    return [
+        {"name": name, "values": [each.get(name) for each in tables]}
+        for name in dict.fromkeys(itertools.chain(*tables))
+        if any(each.get(name) != known[0].get(name) for each in known)
+    ]
 
 
 def _curve(points: Sequence[Any]) -> list[tuple[int, float]]:
@@ -428,16 +483,31 @@ def _curve(points: Sequence[Any]) -> list[tuple[int, float]]:
 
 
 def at_tenths(curves: Sequence[Sequence[tuple[int, float]]]) -> Rows:
-    """Return the mean losses of each tenth of the shortest run, by the tokens at its end."""
+    """Return the mean losses of each tenth of the shortest run, each `from` and up to `tokens`.
+
+    The parts are larger where a run has less than `POINTS` log lines in a tenth: a line is a mean
+    over its tokens, and those of another part would count.
+    """
+    usual = [
+        median(after - before for (before, _), (after, _) in itertools.pairwise([(0, 0), *curve]))
+        for curve in curves
+    ]
     end, rows = min(curve[-1][0] for curve in curves), Rows()
-    for tenth in range(1, ROWS + 1):
-        losses = [
-            [loss for tokens, loss in curve if tenth - 1 < tokens * ROWS / end <= tenth]
-            for curve in curves
-        ]
-        if all(losses):
-            means = [fmean(known) for known in losses]
-            rows.append({"tokens": round(end * tenth / ROWS), "values": means})
+    parts = max(1, min(ROWS, int(end / max(1, POINTS * max(usual)))))
+    for part in range(parts):
+        low, high = end * part / parts, end * (part + 1) / parts
+        means = list[float]()
+        for curve, width in zip(curves, usual, strict=True):
+            begins = [curve[0][0] - width, *(tokens for tokens, _ in curve)]
+            shares = [
+                (max(0, min(high, tokens) - max(low, begin)), loss)
+                for begin, (tokens, loss) in zip(begins, curve, strict=False)
+            ]
+            of_all = sum(share for share, _ in shares)
+            if of_all and any(low < tokens <= high for tokens, _ in curve):
+                means.append(sum(share * loss for share, loss in shares) / of_all)
+        if len(means) == len(curves):
+            rows.append({"from": round(low), "tokens": round(high), "values": means})
     return rows
 
 
@@ -470,28 +540,51 @@ def compare_scores(scores: Sequence[Mapping[str, tuple[float, float | None]]]) -
 
 def _lines(record: Mapping[str, Any]) -> list[str]:
     """Return a comparison as text."""
-    from refocused.monitor.screen.summary import score_text
-
-    tables = {}
-    for what in ("settings", "setup", "figures"):
-        unknown = "null" if what == "settings" else "-"
-        tables[f"{what} that differ"] = [
+    tables = {
+        f"{what} that differ": [
             [
                 row["name"],
-                *(unknown if each is None else setting_text(each) for each in row["values"]),
+                *(_cell(row, place, unknown=unknown) for place in range(len(row["values"]))),
             ]
             for row in record[what]
         ]
+        for what, unknown in (("settings", "null"), ("setup", "-"), ("figures", "-"))
+    }
+    runs = [run["run"] for run in record["runs"]]
+    lines = [f"{run['run']}: {run['status']}" for run in record["runs"]]
+    for title, rows in (tables | _tables(record)).items():
+        lines += ["", title, *table(rows, "", *runs, indent=2)] if rows else ["", f"{title}: none"]
+    return lines
+
+
+def _cell(row: Mapping[str, Any], place: int, *, unknown: str = "-") -> str:
+    """Return a run's value, and in brackets how a number differs from the first run's."""
+    value, (first, *_) = row["values"][place], row["values"]
+    words = unknown if value is None else setting_text(value)
+    if not place or value == first or "changes" not in row:
+        return words
+    change = row["changes"][place - 1]
+    if row["name"] in DIFFERENCES:  # of the loss, which other numbers may follow
+        return re.sub(r"^[\d.]+", lambda loss: loss[0] + known(" ({:+.4f})", change), words)
+    return words + known(" (x{:.3g})", change)
+
+
+def _tables(record: Mapping[str, Any]) -> dict[str, list[list[str]]]:
+    """Return losses and scores as text, by title: rows of a name and a cell for each run."""
+    from refocused.monitor.screen.summary import score_text
+
+    tables = dict[str, list[list[str]]]()
     titles = {
-        "training_losses": "mean training losses up to",
-        "validation_losses": "validation losses at",
+        "training_losses": "mean training losses by tokens",
+        "validation_losses": "validation losses at so many tokens",
     }
     for what, title in titles.items():
-        rows = tables[f"{title} so many tokens"] = []
+        rows = tables[title] = []
         for row in record[what]:
             first, *others = row["values"]
             cells = [f"{loss:.4f} ({loss - first:+.4f})" for loss in others]
-            rows.append([f"{row['tokens']:,}", f"{first:.4f}", *cells])
+            begin = known("{:,} to ", row.get("from"))
+            rows.append([f"{begin}{row['tokens']:,}", f"{first:.4f}", *cells])
     rows = tables["scores"] = []
     for row in record["scores"]:
         first, *others = map(score_text, row["values"])
@@ -501,8 +594,19 @@ def _lines(record: Mapping[str, Any]) -> list[str]:
             for score, change in zip(others, row["changes"], strict=True)
         ]
         rows.append([row["name"], first, *cells])
-    runs = [run["run"] for run in record["runs"]]
-    lines = [f"{run['run']}: {run['status']}" for run in record["runs"]]
-    for title, rows in tables.items():
-        lines += ["", title, *table(rows, "", *runs, indent=2)] if rows else ["", f"{title}: none"]
-    return lines
+    return tables
+
+
+def _with_tables(reports: Mapping[str, Report], record: Mapping[str, Any]) -> list[Report]:
+    """Return reports for a page, with the run's part of the tables and of the changes."""
+    tables = _tables(record).items()
+    return [
+        report
+        | {
+            "compared": {
+                title: [(cells[0], cells[place + 1]) for cells in rows] for title, rows in tables
+            },
+            "changes": {row["name"]: _cell(row, place) for row in record["figures"]},
+        }
+        for place, report in enumerate(reports.values())
+    ]

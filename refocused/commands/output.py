@@ -61,6 +61,8 @@ def setting_text(value: object) -> str:
         return "null"
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}"
+    if isinstance(value, bool | list | dict):
+        return json.dumps(value, ensure_ascii=False, default=str)
     return f"{value:.10g}" if isinstance(value, float) else str(value)
 
 

@@ -34,13 +34,19 @@ def test_changed_logs_are_copied_once_a_minute_and_at_the_end(
     ended = ProcessIdentity(pid=1, started=-1)
     settings = MirrorSettings(run=run, bucket=bucket.url, prefix=PREFIX, training=ended)
     (run / "logs").mkdir(parents=True)
-    for name in ("state.json", "logs/events.jsonl", "logs/rank-0.log", "logs/mirror.log"):
+    for name in (
+        "state.json",
+        "expected_loss.json",
+        "logs/events.jsonl",
+        "logs/rank-0.log",
+        "logs/mirror.log",
+    ):
         (run / name).write_text("{}\n")
     (run / "logs" / "gpu_metrics.jsonl").write_text("{0000000}\n" * (MOST_BYTES // 8))
     copier = LogCopier(bucket, settings)
     copier.copy()
     assert {name.partition(".0")[0] for name in bucket.sent} == {
-        *("events.jsonl", "gpu_metrics.jsonl", "rank-0.log")
+        *("expected_loss.json", "events.jsonl", "gpu_metrics.jsonl", "rank-0.log")
     }
     there = tmp_path / "bucket" / Path(PREFIX).parent / "logs" / socket.gethostname()
     cut = b"".join(path.read_bytes() for path in sorted(there.glob("gpu_metrics.jsonl*")))
@@ -73,11 +79,13 @@ def test_the_logs_of_all_machines_become_those_of_one_run(tmp_path: Path) -> Non
     for below, time in ((lost, "2026-01-01"), (head, "2026-01-02")):
         bucket.write(f"{below}state.json", f'{{"updated": "{time}"}}'.encode())
         bucket.write(f"{below}events.jsonl", f'{{"time": "{time}"}}\n'.encode())
+        bucket.write(f"{below}expected_loss.json", f'{{"at": "{time}"}}'.encode())
     bucket.write(f"{other}gpu_metrics-node-1.jsonl", b"{}\n")
     bucket.write(f"{other}gpu_metrics-node-1.jsonl.000001", b"{1}\n")  # a later part
     bucket.write(f"{other}rank-1.log", b"no record")
     fetch_logs(bucket, "one", folder)
     assert "01-02" in (folder / "state.json").read_text()
+    assert "01-02" in (folder / "expected_loss.json").read_text()
     assert {path.name: path.read_text() for path in (folder / "logs").iterdir()} == {
         "events.jsonl": '{"time": "2026-01-02"}\n',
         "events-a.jsonl": '{"time": "2026-01-01"}\n',

@@ -130,7 +130,8 @@ def test_the_rows_and_the_last_troubles_say_what_the_files_say(run):
     expected = {
         "status": "finished, exit code 0",
         "steps": "2,000 of 2,000 (100.0%)",
-        "validation loss": f"2.0000, perplexity {math.exp(2):.2f}, 0.7500 bits per byte",
+        "validation loss": f"2.0000, perplexity {math.exp(2):.2f}",
+        "bits per byte": "0.7500",
         "mine acc": "0.5000 +- 0.0125 at step 1,000",
         "core CORE": "0.1000 at step 1,000",
         "git": "aaaaaaa -> bbbbbbb-dirty",  # of two sessions
@@ -139,7 +140,8 @@ def test_the_rows_and_the_last_troubles_say_what_the_files_say(run):
         "hosts": "node1; node2",
         "cost.per_hour_usd": "36.0",
         "log.on_alarm": '"https://hooks.example.com/..."',
-        "time trained": "50.0 min $20.00",
+        "time trained": "50.0 min",
+        "cost": "$20.00",
         "a million tokens": "$10.0000",  # 20 dollars for 2,000 steps of 1,000 tokens
         "tokens a second, mean": "700,000",
         "step, mean": "1.5 s",

@@ -17,7 +17,8 @@ from refocused.system.errors import BucketError
 
 COPY_SECONDS = 60.0
 STATE_FILE = "state.json"
-OF_RUN = (STATE_FILE, "run.yaml", "mirror.json")  # beside the folder of logs
+# Beside the folder of logs.
+OF_RUN = (STATE_FILE, "run.yaml", "mirror.json", "expected_loss.json")
 PART_BYTES = 64 * 1024
 KEPT_PARTS = 64
 _PART = re.compile(r"(\.\d{6})?$")

@@ -5,7 +5,7 @@ import html
 import json
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from statistics import fmean, harmonic_mean
 from typing import Any
@@ -52,8 +52,10 @@ def read_report(folder: Path, view: RunView) -> Report:
     metrics = JsonLinesTail(folder / METRICS_FILE)
     step, scores = scores_of(metrics.records())
     at_step = known(" at step {:,}", step)
-    damaged = counted(metrics.malformed, "line")
-    damage = [f"{damaged} of {METRICS_FILE} cannot be read, and left out"]
+    damage = [] if view.settings else ["run.yaml is missing or damaged: the settings are unknown"]
+    if metrics.malformed:
+        damaged = counted(metrics.malformed, "line")
+        damage.append(f"{damaged} of {METRICS_FILE} cannot be read, and left out")
     setups = [event for event in events if event.get("kind") == "setup"]
     last_setup = setups[-1] if setups else {}
     mirrored: dict[int, StepMetrics] = {}  # the first time: a restarted mirror reports all again
@@ -66,6 +68,7 @@ def read_report(folder: Path, view: RunView) -> Report:
         "saved": _steps_of(event for event in events if event.get("kind") == "save"),
         "mirrored": list(mirrored.values()),
     }
+    means = _means(view, gpus)
     firsts = (getattr(point, "time", None) for table in tables.values() for point in table[:1])
     began = min((time for time in firsts if time is not None), default=0.0)
     return {
@@ -74,7 +77,9 @@ def read_report(folder: Path, view: RunView) -> Report:
         "rows": [
             *_progress(view),
             *((name, score_text(score) + at_step) for name, score in scores.items()),
-            *(*_money(view), *_means(view, gpus), *_counts(view, events)),
+            *_money(view),
+            *((what, words) for what, (_, words) in means.items()),
+            *_counts(view, events),
         ],
         "setup": _setup_rows(setups),
         "settings": _settings(view),
@@ -85,7 +90,8 @@ def read_report(folder: Path, view: RunView) -> Report:
             "validation set": view.validations[-1].validation_set if view.validations else None,
         },
         "scores": scores,
-        "damage": damage if metrics.malformed else [],
+        "figures": _numbers(view) | {what: figure for what, (figure, _) in means.items()},
+        "damage": damage,
         "troubles": _troubles(events),
         "samples": _samples(events),
         **{
@@ -118,9 +124,8 @@ def write_summary(folder: Path, view: RunView) -> list[Path]:
     return [folder / name for name in contents]
 
 
-def write_page(views: Mapping[Path, RunView], file: Path) -> Path:
-    """Write one page that compares runs, by their folders; return the file, or raise OSError."""
-    reports = [read_report(folder, view) for folder, view in views.items()]
+def write_page(reports: Sequence[Report], file: Path) -> Path:
+    """Write one page that compares runs; return the file, or raise OSError."""
     file.parent.mkdir(parents=True, exist_ok=True)
     replace_file(file, page_of(reports, written=moment(time.time())).encode(), durable=True)
     return file
@@ -192,14 +197,14 @@ def _progress(view: RunView) -> Rows:
     ]
     if expected := expected_loss_text(view):
         rows.append(("expected loss", expected))
-    at_best = f" at step {view.best_step or 0:,}"
-    for what, loss, bits, where in (
-        ("validation loss", view.validation_loss, view.bits_per_byte, ""),
-        ("best validation loss", view.best_loss, view.best_bits_per_byte, at_best),
-    ):
-        if loss is not None:
-            words = f"{loss:.4f}, perplexity {perplexity(loss):.2f}"
-            rows.append((what, words + known(", {:.4f} bits per byte", bits) + where))
+    if (loss := view.validation_loss) is not None:
+        rows.append(("validation loss", f"{loss:.4f}, perplexity {perplexity(loss):.2f}"))
+    if view.bits_per_byte is not None:
+        rows.append(("bits per byte", f"{view.bits_per_byte:.4f}"))
+    if (loss := view.best_loss) is not None:
+        words = f"{loss:.4f}, perplexity {perplexity(loss):.2f}"
+        words += known(", {:.4f} bits per byte", view.best_bits_per_byte)
+        rows.append(("best validation loss", f"{words} at step {view.best_step or 0:,}"))
     return rows
 
 
@@ -254,7 +259,9 @@ def _settings(view: RunView) -> list[tuple[str, str, bool]]:
 
 
 def _money(view: RunView) -> Rows:
-    rows = [("time trained", f"{duration(view.seconds_trained)}{dollars(view.cost_usd)}")]
+    rows = [("time trained", duration(view.seconds_trained))]
+    if view.cost_usd is not None:
+        rows.append(("cost", dollars(view.cost_usd).strip()))
     if view.used is not None and view.used.goodput_fraction is not None:
         rows.append(("goodput", view.used.as_line().removeprefix("goodput ")))
     price = usd_per_million_tokens(view.cost_usd, view.tokens)
@@ -267,8 +274,23 @@ def _money(view: RunView) -> Rows:
     return rows
 
 
-def _means(view: RunView, gpus: Sequence[GpuMinute]) -> Rows:
-    rows = []
+def _numbers(view: RunView) -> dict[str, float | None]:
+    """Return what of a run's rows is a number, beside its means, by the rows' names."""
+    return {
+        "tokens": view.tokens,
+        "training loss": view.loss,
+        "validation loss": view.validation_loss,
+        "bits per byte": view.bits_per_byte,
+        "best validation loss": view.best_loss,
+        "time trained": view.seconds_trained,
+        "cost": view.cost_usd,
+        "a million tokens": usd_per_million_tokens(view.cost_usd, view.tokens),
+    }
+
+
+def _means(view: RunView, gpus: Sequence[GpuMinute]) -> dict[str, tuple[float, str]]:
+    """Return the known ones of means over a run, as numbers and as text."""
+    means = {}
     for points, name, what, form, of_all in (
         (view.steps, "tokens_per_second", "tokens a second, mean", "{:,.0f}", harmonic_mean),
         (view.steps, "step_seconds", "step, mean", "{:.3g} s", fmean),
@@ -279,8 +301,8 @@ def _means(view: RunView, gpus: Sequence[GpuMinute]) -> Rows:
         (gpus, "memory_gb", "GPU memory, most", "{:.1f} GB", max),
     ):
         if (figure := over_all(points, name, of_all)) is not None:
-            rows.append((what, form.format(figure)))
-    return rows
+            means[what] = figure, form.format(figure)
+    return means
 
 
 def over_all(
