@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from commands.scenes import compare
+from monitor.browser import needs_chromium, seen_in_browser
 
 from refocused.commands.main import run_command
 from refocused.commands.monitor import at_tenths, at_validations, compare_scores
@@ -168,3 +169,55 @@ def test_addresses_in_settings_are_hidden(
         printed = capsys.readouterr().out
         assert "https://hooks.example.com/..." in printed and "SECRET" not in printed
     assert "SECRET" not in Path("page.html").read_text()
+
+
+# Write down what the page of the runs shows, then add the runs of another page: of itself.
+DRIVER = """
+const rows = id => [...document.querySelectorAll(`#${id} tr`)].map(
+  row => [...row.children].map(cell => cell.innerText));
+const shown = () => ({warnings: get("warnings").innerText, compared: rows("compared"),
+  facts: rows("facts"), differ: rows("settings"), along: get("along").value,
+  lines: charts[0].chart.series.length});
+setTimeout(async () => {
+  const seen = {before: shown()}, text = async () => document.documentElement.outerHTML;
+  await get("more").onchange({target: {files: [{name: "other.html", text}]}});
+  report({...seen, after: shown()});
+}, 300);
+"""
+
+
+@pytest.mark.slow
+@needs_chromium
+@pytest.mark.parametrize("size", ["1400,900", "500,800"])
+def test_a_browser_shows_runs_beside_each_other(
+    size: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    compare(monkeypatch)
+    hostile = "one <script>alert(1)</script>"
+    state = Path("runs/one/state.json")
+    state.write_text(json.dumps(json.loads(state.read_text()) | {"run": hostile}))
+    assert run_command("compare", ["one", "two", "--page", "page.html"]) == 0
+    seen = seen_in_browser(tmp_path / "page.html", DRIVER, size=size)
+    assert (seen["errors"], seen["loaded"]) == ("", 0) and seen["wider"] <= 0
+    before, after = seen["before"], seen["after"]
+    assert (before["warnings"], before["along"]) == ("", "tokens")
+    assert before["differ"][:3] == [
+        ["", hostile, "two"],
+        ["run.name", '"one"', '"two"'],
+        ["optimizer.lr", "0.001", "0.002"],
+    ]
+    assert ["bits per byte", "0.7500", "0.6875 (-0.0625)"] in before["facts"]
+    assert ["0 to 100,000", "3.7500", "3.5000 (-0.2500)"] in before["compared"]
+    assert ["200,000", "3.0500", "2.8000 (-0.2500)"] in before["compared"]
+    assert ["mine acc", "0.1000", "0.2000 (+0.1000)"] in before["compared"]
+    # The changes of another page are from its own first run.
+    assert after["facts"][0] == ["", hostile, "two", f"{hostile} (2)", "two (2)"]
+    assert ["bits per byte", "0.7500", "0.6875 (-0.0625)", "0.7500", "0.6875"] in after["facts"]
+    assert ["mine acc", "0.1000", "0.2000 (+0.1000)", "-", "-"] in after["compared"]
+    assert after["lines"] > before["lines"]
+    # Runs of two tokenizers have no losses beside each other, but a warning.
+    assert run_command("compare", ["one", "bytes", "--page", "page.html"]) == 0
+    seen = seen_in_browser(tmp_path / "page.html", DRIVER, size=size)["before"]
+    assert seen["warnings"].startswith("The tokenizers differ") and len(seen["compared"]) == 3
+    assert ["bits per byte", "0.7500", "0.2500 (-0.5000)"] in seen["facts"]

@@ -1,14 +1,12 @@
 """The summary of a run: the rows, the page that embeds it, and what a browser makes of that."""
 
-import html
 import json
 import math
 import re
-import shutil
-import subprocess
 from typing import Any
 
 import pytest
+from monitor.browser import needs_chromium, seen_in_browser
 from monitor.watched_run import GPU, NOW, new_run
 
 from refocused.commands.main import run_command
@@ -26,11 +24,8 @@ from refocused.monitor.screen.pictures import columns, draw_history, limits, lin
 from refocused.monitor.screen.summary import CURVES, MOST_COLUMNS, write_summary
 
 HOSTILE = "</script><script>alert(1)</script><!--<script> \u2028 {{runs}}"
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-HEADLESS = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync "
-HEADLESS += "--disable-background-networking --disable-component-update"
 # Drag over the first panel, hide a line, choose the dark colours, and write down what is there.
-DRIVER = """<script>
+DRIVER = """
 const use = (target, kind, x) => target.dispatchEvent(
   new MouseEvent(kind, {clientX: x, clientY: 60, movementX: 1, bubbles: true, button: 0}));
 setTimeout(() => {
@@ -57,17 +52,12 @@ setTimeout(() => {
       setTimeout(() => {
         seen.dark = drawn();
         seen.darkPage = getComputedStyle(document.body).backgroundColor;
-        seen.errors = get("errors").textContent;
-        seen.loaded = performance.getEntriesByType("resource").length;
-        seen.wider = document.documentElement.scrollWidth - innerWidth;
-        const result = element("pre", JSON.stringify(seen));
-        result.id = "seen";
-        document.body.append(result);
+        report(seen);
       }, 100);
     }, 100);
   }, 100);
 }, 300);
-</script>"""
+"""
 
 
 @pytest.fixture
@@ -299,27 +289,11 @@ def test_the_first_steps_do_not_set_the_scale():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
+@needs_chromium
 @pytest.mark.parametrize("size", ["1280,900", "500,800"])
-def test_a_browser_draws_the_page_without_a_network(run, tmp_path, size):
+def test_a_browser_draws_the_page_without_a_network(run, size):
     write_summary(run.folder, run.view())
-    page = (run.folder / "summary.html").read_text()
-    driven = tmp_path / "driven.html"
-    driven.write_text(page.replace("</body>", f"{DRIVER}</body>"))
-    profile = ["--user-data-dir=" + str(tmp_path / "profile"), "--host-rules=MAP * ~NOTFOUND"]
-    shown = subprocess.run(
-        [
-            *(str(CHROMIUM), *HEADLESS.split(), *profile),
-            *(f"--window-size={size}", "--virtual-time-budget=9000", "--dump-dom", str(driven)),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    ).stdout
-    assert '<pre id="seen">' in shown, shown[-2000:]
-    text = html.unescape(shown.partition('<pre id="seen">')[2].partition("</pre>")[0])
-    seen = json.loads(text)
+    seen = seen_in_browser(run.folder / "summary.html", DRIVER, size=size)
     assert (seen["errors"], seen["loaded"]) == ("", 0)
     assert seen["titles"] == [
         *("Loss", "Bits per byte", "Learning rate", "Throughput", "MFU", "Saved and mirrored"),
