@@ -5,9 +5,12 @@ import math
 from collections.abc import Iterable
 from pathlib import Path
 
-from refocused.estimate.run_cost import Estimate, RunCost, run_cost
+from refocused.estimate.run_cost import DISK_BYTES_PER_SECOND, Estimate, RunCost, run_cost
 from refocused.metrics.expected_loss import (
+    ANNEALING,
+    FIT,
     FITS,
+    FITTED_RATIO,
     LEVEL_BAND,
     SHIFTED_BAND,
     expected_curve,
@@ -16,7 +19,7 @@ from refocused.metrics.expected_loss import (
     loss_at,
 )
 from refocused.system.errors import ConfigError
-from refocused.system.number_text import count_text, duration
+from refocused.system.number_text import count_text, duration, size_text
 
 TEMPLATE = Path(__file__).with_suffix(".md")
 TENTHS = 10
@@ -72,12 +75,24 @@ def plan_page(estimate: Estimate, facts: Iterable[tuple[str, str]], *, reach: in
         rows.append(f"| {tenth} | {spent} | {losses} |")
     most, ratio = dataclasses.replace(work, steps=reach).tokens, work.tokens / total
     best = math.sqrt(work.flops_per_token * most / 6 / OPTIMAL_TOKENS)  # C = 6 N D, D = 20 N
-    basis, hint = f"No loss is given: {curve}.", ""
-    if not isinstance(curve, str):
+    page, basis, abort = TEMPLATE.read_text(encoding="utf-8").split("=====\n")
+    hint = ""
+    if isinstance(curve, str):
+        basis, abort = f"No loss is given: {curve}.", ""
+    else:
         ends = [f"{fitted_loss(total, work.tokens, fit=fit):.2f} by {fit}" for fit in FITS]
-        basis = f"At the end: {', '.join(ends)}."
+        basis = basis.format(
+            ends=", ".join(ends),
+            fit=FITS[FIT],
+            total=total,
+            annealing=ANNEALING,
+            fitted_ratio=FITTED_RATIO,
+            level_band=LEVEL_BAND[0],
+            shifted_band=SHIFTED_BAND[0],
+            bytes_a_token=BYTES_A_TOKEN,
+        ).rstrip()
         hint = (
-            f"The fit gives {fitted_loss(total, most):.2f} there, and for the same compute "
+            f"The fit gives {fitted_loss(total, most):.2f} there, and for the same compute (6 N D) "
             f"{fitted_loss(best, OPTIMAL_TOKENS * best):.2f} to {count_text(best)} parameters on "
             f"{count_text(OPTIMAL_TOKENS * best)} tokens."
         )
@@ -85,7 +100,7 @@ def plan_page(estimate: Estimate, facts: Iterable[tuple[str, str]], *, reach: in
         size = "larger" if ratio > OPTIMAL_TOKENS else "smaller"
         hint += f" The {ratio:,.1f} of this plan suit a {size} model for the same dollars."
     parts = (likely.training_seconds, likely.evaluation_seconds, likely.save_seconds)
-    return TEMPLATE.read_text(encoding="utf-8").format(
+    return page.format(
         e=estimate,
         costs=main.scenarios,
         facts="\n".join(f"| {name} | {text} |" for name, text in facts),
@@ -93,9 +108,8 @@ def plan_page(estimate: Estimate, facts: Iterable[tuple[str, str]], *, reach: in
         time=duration(likely.hours * 3600),
         rows="\n".join(rows),
         basis=basis,
-        level_band=LEVEL_BAND[0],
-        shifted_band=SHIFTED_BAND[0],
-        bytes_a_token=BYTES_A_TOKEN,
+        abort=abort,
+        disk_rate=size_text(DISK_BYTES_PER_SECOND),
         optimal_tokens=OPTIMAL_TOKENS,
         reach=reach,
         most=count_text(most),

@@ -253,7 +253,16 @@ def test_a_plan_for_a_thousand_dollars(capsys):
     end = f"| 10 | {hours:.1f} | 20.45 B | {dollars:,.2f} | 2.53 (2.23 to 2.83) | 0.810 |"
     assert end in page and page.count(" B | ") == 10  # 2.53 / ln 2 / 4.5 bits a byte
     assert "2.53 by Besiroglu" in page and "2.57 by Hoffmann" in page
-    assert "of this plan suit" not in page
+    assert "of this plan suit" not in page and "above its band" in page
+    # The formula as printed gives the table: at a tenth the learning rate has hardly decayed.
+    formula = page.partition("follows the first: ")[2].partition(" parameters")[0]
+    numbers = [float(found.replace(",", "")) for found in re.findall(r"[\d.,]*\d", formula)]
+    e, a, alpha, b, beta, n = numbers
+    for tenths, share, loss in ((1, 1.0, 3.05), (10, 0.1, 2.53)):
+        fitted = e + a / n**alpha + b / (tenths * 20.447e8) ** beta + 0.06 * (share - 0.1)
+        assert fitted == pytest.approx(loss, abs=0.006)
+    assert "plus 0.06 times the learning rate's share of its peak above 0.1" in page
+    assert "| assumed | a start-up of 180 s, saves at 2.0 GB/s; only the machine is counted" in page
     # The rest of the money: all of it would pay for so many steps, and not for one more.
     steps = int(re.search("pays for ([0-9,]+) steps", page)[1].replace(",", ""))
     for number, is_paid in ((steps, True), (steps + 1, False)):
@@ -276,6 +285,7 @@ def test_a_plan_for_a_thousand_dollars(capsys):
     # Bytes are no tokens of a fit: hours and dollars without a loss.
     page, _ = plan("--config", "demo", "--budget", "1000")
     assert "No loss is given: the fits hold for attention, 50 M" in page and "The fit" not in page
+    assert "The table follows" not in page and "band" not in page.partition("When to abort")[2]
 
 
 @pytest.mark.parametrize(
