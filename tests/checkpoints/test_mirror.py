@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -18,6 +19,7 @@ from thread_ranks import results
 
 from refocused.bucket.folder import DirectoryBucket
 from refocused.checkpoints.mirror.copies import verify_remote
+from refocused.checkpoints.mirror.lease import Lease
 from refocused.checkpoints.mirror.mirror import START_ATTEMPTS, MirrorStatus
 from refocused.checkpoints.mirror.remote_checkpoints import RemoteCheckpoints
 from refocused.checkpoints.resume.catalog import Catalog
@@ -25,7 +27,7 @@ from refocused.checkpoints.step.checkpoint_directory import Branch
 from refocused.checkpoints.step.checkpoint_manifest import COMMITTED
 from refocused.checkpoints.step.staging import remove_checkpoint
 from refocused.system.errors import CheckpointError
-from refocused.system.processes import identify
+from refocused.system.processes import ProcessIdentity, identify
 
 slow = pytest.mark.slow
 
@@ -150,6 +152,55 @@ def test_the_time_after_training_is_bounded(place: Place) -> None:
     until(lambda: not place.status().alive)
     assert "with steps to copy" in str(place.status().last_error)
     assert place.status().waiting == (10,)
+
+
+@slow
+@pytest.mark.parametrize("then", ["repaired", "saved by another start", "started again"])
+def test_it_is_complete_once_the_last_log_lines_are_there(place: Place, then: str) -> None:
+    log = place.run / "logs" / "events.jsonl"
+    log.parent.mkdir()
+    logs = (place.bucket / PREFIX).parent / "logs"
+    logs.parent.mkdir(parents=True)
+    logs.write_text("a file, so that no log can be written below it")
+    make_step(place.checkpoints, 10)
+    with subprocess.Popen(["sleep", "infinity"]) as training:
+        process = identify(training.pid)
+        assert process is not None
+        bucket = DirectoryBucket(place.bucket)
+        assert Lease(bucket, PREFIX, token="mine", training=process).renew() is None
+        place.mirror(lease="mine", training=process)
+        place.has_mirrored(10)
+        log.write_text("the last line\n")
+        training.kill()
+    place.says(lambda status: "the last log lines: " in (status.last_error or ""))
+    first = place.status()
+    assert not first.complete and first.alive
+    if then == "started again":  # else its mirror would wait as long as the bucket refuses logs
+        place.mirror()
+        place.has_mirrored(10)
+        assert place.status().process != first.process
+        return
+    if then != "repaired":
+        make_step(place.checkpoints, 20)
+        place.says(lambda status: status.waiting == (20,))
+    logs.unlink()
+    until(lambda: not place.status().alive)
+    assert (logs / socket.gethostname() / log.name).read_text() == "the last line\n"
+    status = place.status()
+    assert (status.complete, status.last_error) == (then == "repaired", None)
+
+
+@slow
+def test_a_machine_that_ends_after_node_0_has_released_the_lease_completes(place: Place) -> None:
+    make_step(place.checkpoints, 10)
+    assert drain(place.mirror())
+    until(lambda: not place.status().alive)
+    ended = ProcessIdentity(pid=1, started=-1)
+    lease = Lease(DirectoryBucket(place.bucket), PREFIX, token="mine", training=ended)
+    assert lease.renew() is None
+    lease.release()
+    place.mirror(lease="mine", training=ended, node=1, nodes=2)
+    place.says(lambda status: status.complete and status.mirrored == (10,))
 
 
 @slow

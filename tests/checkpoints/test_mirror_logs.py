@@ -44,7 +44,8 @@ def test_changed_logs_are_copied_once_a_minute_and_at_the_end(
         (run / name).write_text("{}\n")
     (run / "logs" / "gpu_metrics.jsonl").write_text("{0000000}\n" * (MOST_BYTES // 8))
     copier = LogCopier(bucket, settings)
-    copier.copy()
+    refused = copier.copy()
+    assert str(refused) == "refused"
     assert {name.partition(".0")[0] for name in bucket.sent} == {
         *("expected_loss.json", "events.jsonl", "gpu_metrics.jsonl", "rank-0.log")
     }
@@ -54,10 +55,11 @@ def test_changed_logs_are_copied_once_a_minute_and_at_the_end(
     assert MOST_BYTES - PART_BYTES <= len(cut) <= MOST_BYTES and log.read_bytes().endswith(cut)
     bucket.sent.clear()
     (run / "logs" / "events.jsonl").write_text("{}\n{}\n")
-    copier.copy()
+    assert copier.copy() is None
     assert not bucket.sent  # not within a minute
     monkeypatch.setattr(mirror_logs, "COPY_SECONDS", 0.0)
-    copier.finish()
+    (run / "state.json").unlink()
+    assert copier.copy(at_once=True) is None
     assert bucket.sent == ["events.jsonl"] and (there / "events.jsonl").stat().st_size == 6
     copier.copy()
     assert len(bucket.sent) == 1  # nothing has changed

@@ -143,6 +143,7 @@ class Lease:
         self.known = known
         self._head: Callable[[], tuple[Branch, int]] | None = None  # set once the run trains
         self._known_when_taken = known
+        self.released = False  # by another process of this start of the run
         self._was_held = False
         self._held_until = self._due = self._unchanged_since = 0.0  # seconds since boot
         self._closed = threading.Event()
@@ -180,13 +181,14 @@ class Lease:
                 if is_held or self._is_behind(current):
                     # A record that was found may be a dead machine's; one that changes is not.
                     if self._was_held or is_renewed or not is_held:
-                        self.taken_by = current
+                        self.taken_by, self.released = current, False
                     return current
                 head = {name: getattr(current, name) for name in ("branch", "step", "trained_by")}
                 self._mine = self._mine.model_copy(update=head)
                 self._known_when_taken = current.trained_by
             elif current is not None:
                 is_renewed, self._mine = current.renewals != self._mine.renewals, current
+                self.released = current.released
                 if current.released or not (writes or is_renewed):
                     return None
             elif not writes:

@@ -22,15 +22,13 @@ OF_RUN = (STATE_FILE, "run.yaml", "mirror.json", "expected_loss.json")
 PART_BYTES = 64 * 1024
 KEPT_PARTS = 64
 _PART = re.compile(r"(\.\d{6})?$")
-END_SECONDS = 60.0  # longest wait for training to write its last lines
 
 
 class LogCopier:
     """Copies changed logs once a minute to `RUN/logs/HOST/`, each by its last 4 MiB.
 
     A log is sent in parts of 64 KiB, `NAME`, `NAME.000001` and so on, of which only those with new
-    bytes are sent again. A failure is left to the next minute: it never delays or disturbs
-    training.
+    bytes are sent again. A failure is left to the next call: it never delays or disturbs training.
     """
 
     def __init__(self, bucket: Bucket, settings: MirrorSettings) -> None:
@@ -40,19 +38,24 @@ class LogCopier:
         self._sent: dict[Path, tuple[int, int, int]] = {}  # inode, modification time (ns), size
         self._due = 0.0
 
-    def copy(self) -> None:
-        """Copy what has changed, if that is due."""
-        if time.monotonic() < self._due:
-            return
-        self._due = time.monotonic() + COPY_SECONDS
+    def copy(self, *, at_once: bool = False) -> BucketError | None:
+        """Copy what has changed, if that is due or `at_once`; return why the bucket lacks some."""
+        if time.monotonic() < self._due and not at_once:
+            return None
+        self._due, lacking = time.monotonic() + COPY_SECONDS, None
         run = self._settings.run
         for path in (*(run / name for name in OF_RUN), *sorted((run / "logs").glob("*"))):
-            with contextlib.suppress(BucketError, OSError):
+            try:
                 status = path.stat()
                 now = (status.st_ino, status.st_mtime_ns, status.st_size)
                 if path.name != "mirror.log" and self._sent.get(path) != now:
                     self._send(path, now)
                     self._sent[path] = now
+            except BucketError as error:
+                lacking = error
+            except OSError:  # it was removed, or cannot be read here: nothing that waiting mends
+                continue
+        return lacking
 
     def _send(self, path: Path, now: tuple[int, int, int]) -> None:
         name, last = f"{self._below}/{path.name}", now[2] // PART_BYTES
@@ -71,14 +74,6 @@ class LogCopier:
                 content = file.read(PART_BYTES)
                 if content or not number:
                     self._bucket.write(_part(name, number), content, overwrite=True)
-
-    def finish(self) -> None:
-        """Copy the last lines, which training writes after the mirror has finished its queue."""
-        until = time.monotonic() + END_SECONDS
-        while self._settings.training.alive and time.monotonic() < until:
-            time.sleep(0.1)
-        self._due = 0.0
-        self.copy()
 
 
 def _part(name: str, number: int) -> str:

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import logging
+import math
 import os
 import signal
 import time
@@ -224,10 +225,9 @@ class MirrorLoop:
                     self._lease.release()
                 token = self._files.drain.read_text() if self._files.drain.exists() else None
                 self._report(drained=token)
-                if self._lease is not None:
-                    signal.setitimer(signal.ITIMER_REAL, 0.0)
-                    self._logs.finish()
-                self._report(complete=not self._status.failed)
+                has_logs = self._lease is None or self._finish_logs()
+                left = self._status.failed or self._order().to_copy  # saved by a later start
+                self._report(complete=has_logs and not left)
                 return
             if not self._may_write():
                 self._wait(self._settings.scan_seconds)
@@ -241,6 +241,32 @@ class MirrorLoop:
                 self._attempt(None)
                 self._wait(self._settings.scan_seconds)
 
+    def _finish_logs(self) -> bool:
+        """Copy the last lines of the logs, which training writes until it ends; return success.
+
+        Failures are repeated for another `drain_seconds`, or until the run is started again: the
+        mirror of that start removes the status, waits for the end of this one, and copies them.
+        """
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        failures, due, ends = 0, 0.0, math.inf
+        retry = Retry(max_wait_s=self._settings.longest_wait_seconds)
+        while not self._stopping and (now := time.monotonic()) < ends:
+            if self._settings.training.alive:
+                self._logs.copy()
+            elif now >= due:
+                ends, failures = min(ends, now + self._settings.drain_seconds), failures + 1
+                if (error := self._logs.copy(at_once=True)) is None:
+                    self._last_error = None
+                    return True
+                self._last_error = f"the last log lines: {error}"
+                logger.warning("not in the bucket: %s", self._last_error)
+                due = now + retry.wait_s(failures)
+            if not self._files.status.exists():
+                return False
+            self._report()
+            time.sleep(POLL_SECONDS)
+        return False
+
     def _may_write(self) -> bool:
         """Return whether the run's lease allows uploads; node 0 renews it after training."""
         lease, settings = self._lease, self._settings
@@ -249,6 +275,8 @@ class MirrorLoop:
         try:
             if lease.is_due:
                 lease.renew(writes=settings.node == 0 and not settings.training.alive)
+            if lease.released:  # by node 0, once all was there: only logs are left
+                return True
             if not lease.held:
                 self._last_error = f"no upload without {lease.url}, held by {lease.other}"
                 self._stopping = self._draining and lease.taken_by is not None
