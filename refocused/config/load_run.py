@@ -253,7 +253,8 @@ class _Source:
             setting = self._settings.get(path)
             origin = self.file if setting is None else setting.origin
             shown = _default(path) if setting is None else _shown(setting)
-            self._problems.append(f"{origin}: {key} = {shown}: {message}")
+            stated = without_secrets(f"{key} = {shown}")
+            self._problems.append(f"{origin}: {stated}: {message}")
 
     def _explain(self, error: ErrorDetails) -> str:
         """Describe one of pydantic's errors, with the place of its setting."""
@@ -290,7 +291,7 @@ class _Source:
             return f"{origin}: {name} is not a setting. {key} takes a value of its own."
         if setting is None or (is_group and not isinstance(error["input"], dict)):
             return f"{origin}: {key}: {wanted(error)}"
-        return f"{origin}: {key} = {_shown(setting)}: {wanted(error)}"
+        return f"{origin}: {without_secrets(f'{key} = {_shown(setting)}')}: {wanted(error)}"
 
     def _missing(self, path: yaml_source.SettingPath) -> str:
         """Describe a missing setting; its group may be misspelt on the command line."""

@@ -106,8 +106,8 @@ HIDDEN = "(hidden)"  # in place of the command of `run.on_end`, in all that a ru
 
 def without_secrets(text: str) -> str:
     """Hide the command of `run.on_end`, and all of a web address but its host."""
-    text = re.sub(r"(?s)(\bon_end\W).*", rf"\1{HIDDEN}", text)
-    return re.sub(r"(https?://)(?:[^/@\s]*@)?([^/?#\s'\"]*)[^\s'\"]*", r"\1\2/...", text)
+    text = re.sub(r"(?s)(\bon_end(?: = |\W)).*", rf"\1{HIDDEN}", text)
+    return re.sub(r"(https?://)(?:[^/@\s]*@)?([^/?#\s'\"]+)[^\s'\"]*", r"\1\2/...", text)
 
 
 def _address_or_command(text: str) -> str:

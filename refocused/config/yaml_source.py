@@ -13,6 +13,7 @@ from ruamel.yaml.nodes import MappingNode, ScalarNode, SequenceNode
 from ruamel.yaml.representer import SafeRepresenter
 from ruamel.yaml.resolver import BaseResolver
 
+from refocused.config.outputs import without_secrets
 from refocused.config.section import Scalar, as_yaml
 from refocused.system.errors import ConfigError
 from refocused.system.strict_json import MAX_DIGITS, MalformedError
@@ -234,8 +235,8 @@ def read_overrides(overrides: Sequence[str]) -> Document:
         path = tuple(name.strip().replace("-", "_").split("."))
         if not (equals and len(path) > 1 and all(path)):
             document.problems.append(
-                f"{COMMAND_LINE}: {argument!r} is not an option or a setting. Write settings as "
-                "section.key=value, for example optimizer.lr=2e-4."
+                f"{COMMAND_LINE}: {without_secrets(argument)!r} is not an option or a setting. "
+                "Write settings as section.key=value, for example optimizer.lr=2e-4."
             )
             continue
         settings = without_parts(document.settings, [path])
@@ -246,8 +247,9 @@ def read_overrides(overrides: Sequence[str]) -> Document:
                 raise YAMLError("a comment (#) or a mark of the document's end follows the value")
             typed.settings[path] = Setting(value, text.strip(), COMMAND_LINE)
         except YAMLError as error:
+            stated = without_secrets(f"{'.'.join(path)} = {text!r}")
             document.problems.append(
-                f"{COMMAND_LINE}: {'.'.join(path)} = {text!r}: not YAML: {_explained(error)[1]}. "
+                f"{COMMAND_LINE}: {stated}: not YAML: {_explained(error)[1]}. "
                 "Put the value in quotes."
             )
             continue

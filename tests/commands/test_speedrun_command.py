@@ -181,11 +181,13 @@ def test_the_end_shows_scores_dollars_and_where_all_is(folder, capsys, monkeypat
 
 def test_a_dry_run_writes_nothing(folder, capsys):
     before = sorted(folder.rglob("*"))
-    _, text = carried_out(capsys, "--dry-run", "--depth", "4", "optimizer.lr=0.5")
+    _, text = carried_out(
+        capsys, "--dry-run", "--depth", "4", "optimizer.lr=0.5", "run.on_end=curl SECRET"
+    )
     assert sorted(folder.rglob("*")) == before
     assert re.search(r"optimizer\.lr +0\.5 +command line", text)
     assert re.search(r"run\.steps +\d+ +12 x 3\.2 M parameters of matrices and head$", text, re.M)
-    assert text.count("\n== ") == 3
+    assert text.count("\n== ") == 3 and "SECRET" not in text
 
 
 def test_without_data_the_text_is_of_the_installed_packages(folder, capsys):

@@ -91,6 +91,7 @@ def run_speedrun(parser: Parser) -> int:
     add("--dry-run", "print the settings and the commands, and write nothing")
     arguments = parser.read()
     from refocused.commands.main import run_command
+    from refocused.config.outputs import without_secrets
     from refocused.config.prices import cost_usd
     from refocused.evaluate.tasks import CORE, CORE_MEAN, find_tasks
     from refocused.metrics.history import METRICS_FILE
@@ -114,7 +115,8 @@ def run_speedrun(parser: Parser) -> int:
             print(f"\n== {name}: {makes} is there", flush=True)
             results.append(f"  {name:<10} was there  {makes}")
             continue
-        print(f"\n== {name}: {as_typed(words[0])} {shlex.join(words[1:])}", flush=True)
+        shown = shlex.join(map(without_secrets, words[1:]))
+        print(f"\n== {name}: {as_typed(words[0])} {shown}", flush=True)
         if arguments.dry_run:
             continue
         if makes.is_file():  # damaged
