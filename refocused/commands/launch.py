@@ -24,7 +24,7 @@ from refocused.config.load_run import LoadedRun, load_run
 from refocused.config.prices import read_prices
 from refocused.doctor.early import refuse_early
 from refocused.estimate.memory_plan import refuse_cpu
-from refocused.metrics.jsonl import JsonLinesTail
+from refocused.metrics.jsonl import JsonLinesTail, read_json, whole_number
 from refocused.monitor.readings import AlarmEvent
 from refocused.monitor.sampler.gpu_reader import NoGpusError, gpu_capabilities
 from refocused.monitor.sampler.start_sampler import begin_on_end
@@ -401,7 +401,7 @@ class Launches:
     def until_the_end(self, *, restarts: int) -> int:
         """Launch, and restart after crashes as often as allowed; return the run's exit code."""
         fruitless = 0  # launches in a row that saved no new checkpoint
-        notice = self._notice("starts its ranks")
+        notice = first = self._notice("starts its ranks")
         while True:
             before = newest_step(self.run)
             verdict = self._launch()
@@ -443,7 +443,9 @@ class Launches:
         # A failure without a checkpoint has nothing to lose, but somebody who looks at it.
         is_end = newest or verdict.code in (ExitCode.OK, *NO_FAILURES)
         if is_end and self._has_trained and not self._should_stop():
-            for line in begin_on_end(self.loaded.config, verdict.code):
+            config, was_over = self.loaded.config, first.found_complete()
+            step = whole_number(read_json(self.run / "state.json") or {}, "step") or 0
+            for line in begin_on_end(config, verdict.code, step=step, was_over=was_over):
                 print_message(None, line)
         return verdict.code
 

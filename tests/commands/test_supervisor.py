@@ -213,6 +213,7 @@ def test_a_crash_starts_again_as_long_as_steps_are_gained(
     ("scenario", "signals", "runs"),
     [
         ("gains", False, True),
+        ("gains again", False, False),
         ("dies", False, False),
         ("works", False, True),
         ("works", True, False),
@@ -222,10 +223,17 @@ def test_a_crash_starts_again_as_long_as_steps_are_gained(
 def test_the_command_at_the_end_runs_once_unless_somebody_stops(
     tmp_path, monkeypatch, scenario, signals, runs
 ):
-    """Not after a failure without a checkpoint either: there is nothing to lose but a person."""
+    """Not after a failure without a checkpoint either: there is nothing to lose but a person.
+
+    A run that was complete takes no step, and somebody looks at it.
+    """
     monkeypatch.setenv("ON_END", f"echo $REFOCUSED_EXIT_CODE >> {tmp_path}/ended")
     (tmp_path / RUN).mkdir(parents=True)
     (tmp_path / RUN / "run.yaml").touch()
+    scenario, _, again = scenario.partition(" ")
+    code_before = 0 if again else 5  # its mirror was late
+    state = {"status": "finished", "exit_code": code_before, "step": 9}
+    (tmp_path / RUN / "state.json").write_text(json.dumps(state))
     if scenario == "works":
         (tmp_path / RUN / "checkpoints" / "checkpoint_step_9").mkdir(parents=True)
     with tree(tmp_path, scenario, restarts=1) as started:
@@ -237,6 +245,7 @@ def test_the_command_at_the_end_runs_once_unless_somebody_stops(
     ended = (tmp_path / "ended").read_text() if (tmp_path / "ended").exists() else ""
     assert ended == (f"{code}\n" if runs else ""), started.said()
     assert ("run.on_end runs in the background" in started.said()) == runs
+    assert ("does not run: the run was complete before" in started.said()) == bool(again)
 
 
 def test_a_restart_repeats_all_that_was_given_but_the_resume(tmp_path):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import Ended, ForkedRanks, metrics, train
+from ranks import Ended, ForkedRanks, metrics, train, until
 from test_full_disks import SmallDisk, fill, small_disk
 from tiny import losses, same, tiny_run, wait_for_the_mirror
 
@@ -92,6 +92,30 @@ def test_a_run_continues_bit_for_bit_after_a_machine_lost_its_disk(
     assert not list(site.step(1, 4).glob("ranks/rank_00000.pt"))
     for path, before in zip(last, states, strict=True):
         assert same(torch.load(path, weights_only=False)["optimizer_state_dict"], before)
+
+
+def test_each_machine_runs_the_command_at_the_end_once_all_parts_are_mirrored(
+    tmp_path: Path,
+) -> None:
+    site = Site(tmp_path)
+    facts = "$REFOCUSED_NODE $REFOCUSED_STEP $REFOCUSED_EXIT_CODE"
+    command = f"echo {facts} $(ls {site.mirrored}/*/COMMITTED | wc -l) >> {tmp_path}/ended"
+    site.settings += ["checkpoint.interval=4", "schedule.warmup_steps=2", f"run.on_end={command}"]
+
+    def lines() -> list[str]:
+        file = tmp_path / "ended"
+        return sorted(file.read_text().splitlines()) if file.exists() else []
+
+    site.train("run.steps=4", "--dry-run")
+    site.train("run.steps=4")
+    until(lambda: len(lines()) == 2)
+    assert lines() == ["0 4 0 1", "1 4 0 1"]
+    looked = site.train("run.steps=4")  # as somebody does who looks at the end of a run
+    assert "run.on_end does not run: the run was complete before" in looked.out[0]
+    assert "run.on_end runs" not in looked.everything
+    site.train("run.steps=8")
+    until(lambda: len(lines()) == 4)
+    assert lines() == ["0 4 0 1", "0 8 0 2", "1 4 0 1", "1 8 0 2"]
 
 
 def test_one_machine_continues_from_the_mirror_and_then_two(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from ranks import until
 from refocused.config.load_run import load_run
 from refocused.metrics.jsonl import write_state
 from refocused.monitor.sampler import on_end
-from refocused.monitor.sampler.start_sampler import ON_ALARM, ON_END, begin_on_end
+from refocused.monitor.sampler.start_sampler import ON_ALARM, ON_END, begin_on_end, last_start
 from refocused.system.errors import ExitCode
 from refocused.system.processes import identify, this_process
 
@@ -40,8 +40,8 @@ def mirror(folder, *, complete, **status):
 def wait(folder, monkeypatch, command=COMMAND, *, mirrored=True, patience_minutes=9.0, code=0):
     monkeypatch.setenv(ON_END, command)
     monkeypatch.setenv(ON_ALARM, "cat >> alarms; echo >> alarms")
-    facts = {"RUN": "tiny", "FOLDER": str(folder), "EXIT_CODE": code, "NODE": 0}
-    on_end.wait_and_run(json.dumps([facts, mirrored, patience_minutes]))
+    facts = {"RUN": "tiny", "FOLDER": str(folder), "EXIT_CODE": code, "STEP": 12, "NODE": 0}
+    on_end.wait_and_run(json.dumps([facts, mirrored, patience_minutes, last_start(folder)]))
 
 
 def ran():
@@ -105,6 +105,7 @@ def test_it_does_not_run_if_the_run_was_started_again(run, monkeypatch, caplog):
     mirror(run, complete=False)
     me = this_process()
     starting = {"status": "starting", "pid": me.pid, "pid_started": me.started}
+    starting["session_began"] = "later"
     waiting = threading.Thread(target=wait, args=(run, monkeypatch))
     waiting.start()
     write_state(run / "state.json", starting)
@@ -117,6 +118,22 @@ def test_it_does_not_run_if_the_run_was_started_again(run, monkeypatch, caplog):
     waiting.join(60)
     assert caplog.messages == ["run.on_end does not run: the run was started again."] * 2
     assert not ran() and alarms() == []
+
+
+def test_its_own_supervisor_and_a_silent_mirror_that_works_are_no_reason(run, monkeypatch):
+    """Regression: a supervisor whose terminal took no more output kept the machine on."""
+    me = this_process()
+    supervisor = {"pid": me.pid, "started": me.started}
+    write_state(run / "state.json", {"status": "stopped", "step": 12, "supervisor": supervisor})
+    (run / "run.yaml").unlink()
+    mirror(run, complete=False, alive=True)
+    waiting = threading.Thread(target=wait, args=(run, monkeypatch))
+    waiting.start()
+    waiting.join(4 * on_end.SILENT_SECONDS)
+    assert waiting.is_alive() and not ran()
+    mirror(run, complete=True)
+    waiting.join(60)
+    assert ran() and alarms() == []
 
 
 @pytest.mark.parametrize("what", ["trains", "mirrors"])
@@ -153,17 +170,17 @@ def test_a_command_that_fails_or_hangs_is_one_sentence(run, monkeypatch, caplog,
 def test_a_process_runs_it_unless_the_run_was_stopped(run, monkeypatch):
     settings = ["checkpoint.mirror=null", f"run.on_end={COMMAND}"]
     config = load_run("demo", settings, name="tiny").config
-    assert begin_on_end(config, ExitCode.INTERRUPTED) == []
-    assert begin_on_end(load_run("demo", []).config, ExitCode.OK) == []
-    (line,) = begin_on_end(config, ExitCode.OK)
+    assert begin_on_end(config, ExitCode.INTERRUPTED, step=12) == []
+    assert begin_on_end(load_run("demo", []).config, ExitCode.OK, step=12) == []
+    (line,) = begin_on_end(config, ExitCode.OK, step=12)
     assert line.startswith("      run.on_end runs in the background, now; to cancel it: kill ")
     pid = int(line.rpartition(" ")[2])
     assert "SECRET" not in Path(f"/proc/{pid}/cmdline").read_text()
-    until(lambda: identify(pid) is None)
+    until(lambda: identify(pid) is None, seconds=90)
     assert ran() and (run / "logs" / "on_end.log").read_text() == ""
     log = (run / "logs" / "training.log").read_text()
     assert " on_end INFO Nothing is left to copy. Running run.on_end." in log
     (run / "logs").rename(run / "moved")
     (run / "logs").write_text("a file in its place")
-    (line,) = begin_on_end(config, ExitCode.OK)
+    (line,) = begin_on_end(config, ExitCode.OK, step=12)
     assert "run.on_end does NOT run: its process could not be started" in line

@@ -8,12 +8,13 @@ import os
 import socket
 import subprocess
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pydantic
 
 from refocused.config.outputs import CostConfig, LogConfig
 from refocused.config.run_config import RunConfig
+from refocused.metrics.jsonl import read_json
 from refocused.system.errors import ExitCode
 from refocused.system.processes import ProcessIdentity, start_detached, this_process
 from refocused.system.progress import Place
@@ -102,17 +103,23 @@ def start_sampler(settings: SamplerSettings) -> int:
     return start_detached(function, settings.model_dump_json(), log=log, secrets=secrets)
 
 
-def begin_on_end(config: RunConfig, code: ExitCode, *, node: int = 0) -> list[str]:
+def begin_on_end(
+    config: RunConfig, code: ExitCode, *, step: int, was_over: bool = False, node: int = 0
+) -> list[str]:
     """Start the process of `run.on_end`, if the run has one and was not stopped; return log lines.
 
-    `code` is the exit code of a run that has trained and will not be restarted.
+    `code` is the exit code of a run that has trained to a `step` and will not be restarted. If it
+    `was_over`, complete in its mirror, before this start, then somebody only looks at it.
     """
     command, folder = config.run.on_end, Path(config.run.directory, config.run.name).absolute()
     if command is None or code == ExitCode.INTERRUPTED:
         return []
-    facts = {"RUN": config.run.name, "FOLDER": str(folder), "EXIT_CODE": int(code), "NODE": node}
+    if was_over:
+        return ["      run.on_end does not run: the run was complete before, and took no step."]
+    facts = {"RUN": config.run.name, "FOLDER": str(folder), "EXIT_CODE": int(code)}
+    facts |= {"STEP": step, "NODE": node}
     mirror, limit = config.checkpoint.mirror, config.checkpoint.drain_minutes
-    argument = json.dumps([facts, mirror is not None, limit])
+    argument = json.dumps([facts, mirror is not None, limit, last_start(folder)])
     function, log = "refocused.monitor.sampler.on_end:wait_and_run", folder / "logs" / "on_end.log"
     secrets = {ON_END: command, ON_ALARM: config.log.on_alarm}
     try:
@@ -121,3 +128,10 @@ def begin_on_end(config: RunConfig, code: ExitCode, *, node: int = 0) -> list[st
         return [f"      run.on_end does NOT run: its process could not be started ({error})."]
     when = "as soon as the mirror is complete" if mirror is not None else "now"
     return [f"      run.on_end runs in the background, {when}; to cancel it: kill {pid}"]
+
+
+def last_start(folder: Path) -> list[Any]:
+    """Return what tells the starts of a run apart, also on a machine without rank 0."""
+    run_file, state = folder / "run.yaml", read_json(folder / "state.json") or {}
+    written = run_file.stat().st_mtime_ns if run_file.exists() else None  # anew by each
+    return [written, state.get("session_began")]

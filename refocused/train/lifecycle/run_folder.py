@@ -17,7 +17,7 @@ from refocused.config.batch_plan import BatchPlan
 from refocused.config.load_run import LoadedRun, render_run
 from refocused.estimate.flops import count_of_run
 from refocused.metrics.expected_loss import EXPECTED_LOSS_FILE, expected_curve
-from refocused.metrics.jsonl import read_json, utc_now, write_state
+from refocused.metrics.jsonl import as_record, read_json, utc_now, write_state
 from refocused.system.atomic_files import replace_file
 from refocused.system.errors import ConfigError, TrainingError, as_typed
 from refocused.system.locks import FileLock
@@ -116,6 +116,18 @@ class StartNotice:
             self._run.mkdir(parents=True, exist_ok=True)
             record = {"run": self._run.name, **kept, **session_record(), **now}
             write_state(self._run / "state.json", record)
+
+    def found_complete(self) -> bool:
+        """Whether the run had ended, with all in its mirror, before this start, which took no step.
+
+        Then the states before and after name the same end, at one step of one branch.
+        """
+        before = {} if self._before is None else as_record(self._before[0]) or {}
+        if self._run is None or before.get("status") != "finished" or before.get("exit_code") != 0:
+            return False
+        now = read_json(self._run / "state.json") or {}
+        head = "run_id", "branch", "step", "status", "exit_code"
+        return all(before.get(name) == now.get(name) for name in head)
 
     def withdraw(self) -> None:
         """Restore what was there, unless this session has trained or another one starts."""

@@ -416,8 +416,10 @@ def run(loaded: LoadedRun, request: Request, world: World, session: Session) -> 
             )
             # Only a supervisor knows that a failure is final. A Ctrl+C may come at the end, too.
             was_asked = stop.agreed().exit_code == ExitCode.INTERRUPTED
+            was_over = world.broadcast(session.notice.found_complete())
             if session.launch is None and world.is_local_rank_0 and not was_asked:
-                _log(begin_on_end(config, code, node=world.node))
+                node, step = world.node, ended.step
+                _log(begin_on_end(config, code, step=step, was_over=was_over, node=node))
             return code
         except BaseException as error:
             if order := session.progress.ordered():  # it explains the error
