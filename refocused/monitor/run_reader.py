@@ -514,10 +514,14 @@ def _restored(view: RunView) -> Record:
     """Return what the other files show of `state.json` while it cannot be read."""
     best = lowest(view.validations)
     last = view.steps[-1] if view.steps else StepMetrics(0)
+    validation = view.validations[-1] if view.validations else Validation(0, None)
     return {
         "step": last.step,
-        "total_steps": whole_number(view.settings, "run.steps"),
+        "total_steps": whole_number(view.settings, "run.steps") or last.total_steps,
+        "tokens": last.tokens,
         "loss": last.loss,
+        "validation_loss": validation.loss,
+        "bits_per_byte": validation.bits_per_byte,
         "best_loss": None if best is None else best.loss,
         "best_bits_per_byte": None if best is None else best.bits_per_byte,
         "best_step": None if best is None else best.step,
