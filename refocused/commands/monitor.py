@@ -428,7 +428,7 @@ def compare_runs(views: Sequence[RunView], reports: Mapping[str, Report]) -> dic
     differs["validation set"] &= not differs["tokenizer"]
     warnings += [WARNINGS[what] for what in WARNINGS if differs[what]]
     training, validation = (
-        [_curve(getattr(view, name)) for view in views] for name in ("steps", "validations")
+        [losses_of(getattr(view, name)) for view in views] for name in ("steps", "validations")
     )
     is_comparable = not differs["tokenizer"] and all(training)
     validates = is_comparable and not differs["validation set"]
@@ -476,10 +476,10 @@ def _differing(tables: Sequence[Mapping[str, Any]]) -> Rows:
     ]
 
 
-def _curve(points: Sequence[Any]) -> list[tuple[int, float]]:
+def losses_of(points: Sequence[Any]) -> list[tuple[int, float]]:
     """Return tokens and losses of steps, of each the mean since the one before, or validations."""
     curve = [(point.tokens, getattr(point, "loss_mean", None) or point.loss) for point in points]
-    return [(tokens, loss) for tokens, loss in curve if tokens and loss is not None]
+    return [(tokens, loss) for tokens, loss in curve if tokens is not None and loss is not None]
 
 
 def at_tenths(curves: Sequence[Sequence[tuple[int, float]]]) -> Rows:

@@ -10,7 +10,8 @@ from commands.scenes import compare
 from monitor.browser import needs_chromium, seen_in_browser
 
 from refocused.commands.main import run_command
-from refocused.commands.monitor import at_tenths, at_validations, compare_scores
+from refocused.commands.monitor import at_tenths, at_validations, compare_scores, losses_of
+from refocused.metrics.history import Validation
 
 
 def test_losses_are_compared_over_the_tokens_that_both_runs_have_seen() -> None:
@@ -43,6 +44,11 @@ def test_losses_are_compared_over_the_tokens_that_both_runs_have_seen() -> None:
     shown = [row["tokens"] for row in at_validations([thousand, thousand])]
     assert len(shown) <= 10 and shown[-1] == 1000
     assert at_validations([short, [(7, 1.0)]]) == [] == at_validations([short, []])
+    # That before the first step counts (evaluation.at_start); of a damaged step there is no tenth.
+    points = [Validation(0, 9.0, tokens=0), Validation(5, 3.0, tokens=50), Validation(9, 2.0)]
+    assert losses_of(points) == [(0, 9.0), (50, 3.0)]
+    assert at_validations([losses_of(points)] * 2)[0] == {"tokens": 0, "values": [9.0, 9.0]}
+    assert at_tenths([[(0, 9.0)], short]) == []
 
 
 @pytest.mark.parametrize(("change", "exceeds"), [(0.099, False), (-0.099, False), (0.101, True)])
