@@ -15,6 +15,8 @@ from refocused.config.batch_plan import BatchPlan
 from refocused.config.load_run import LoadedRun
 from refocused.config.optimization import share_of_peak
 from refocused.metrics.history import StepMetrics
+from refocused.metrics.jsonl import text
+from refocused.system.number_text import count_text, known
 
 EXPECTED_LOSS_FILE = "expected_loss.json"  # in a run's folder
 POINTS = 100  # of a curve
@@ -30,6 +32,7 @@ FITTED_RATIO = 0.1  # last learning rate of the fits' runs, as a share of the pe
 LEVEL_BAND = (0.3, 0.1)  # of the fit, for other text, ids and recipes than the fit's
 SHIFTED_BAND = (0.02, 0.15)  # of the end, by a curve through the losses so far
 RECENT = 0.9  # losses from this share of the tokens on place the curve
+AHEAD = 0.5  # a drawn curve goes on for at most this share of the steps before it
 
 # Tokens so far, ascending, and the expected loss in nats a token.
 Curve = list[tuple[int, float]]
@@ -73,7 +76,7 @@ def loss_at(curve: Curve, tokens: float) -> float | None:
 
 def half_band(curve: Curve, tokens: float, *, band: tuple[float, float] = LEVEL_BAND) -> float:
     """Return half of the band at so many tokens, in nats: of the fit, or of the end from there."""
-    return band[0] + band[1] * math.log(curve[-1][0] / tokens)
+    return band[0] + band[1] * math.log(max(1.0, curve[-1][0] / tokens))
 
 
 def expected_end(curve: Curve, steps: Sequence[StepMetrics]) -> tuple[float, float] | None:
@@ -89,10 +92,58 @@ def expected_end(curve: Curve, steps: Sequence[StepMetrics]) -> tuple[float, flo
         and (loss := step.loss_mean or step.loss) is not None
         and (expected := loss_at(curve, step.tokens or 0)) is not None
     ]
-    if not distances:
+    if not (distances and last):
         return None
     shift = statistics.fmean(distances)
     return curve[-1][1] + shift, half_band(curve, last, band=SHIFTED_BAND)
+
+
+def expected_text(record: Mapping[str, Any] | None, steps: Sequence[StepMetrics]) -> str:
+    """Return the loss to expect after these steps and at the end, or why there is none.
+
+    Empty: unknown.
+    """
+    curve, last = curve_from_record(record), steps[-1] if steps else StepMetrics(0)
+    if curve is None:
+        return text(record or {}, "reason") or ""
+    at = last.tokens or 0
+    if (loss := loss_at(curve, at)) is None:
+        (at, loss), after = curve[-1], ", the end"
+    else:
+        is_above = (last.loss_mean or last.loss or 0.0) > loss + half_band(curve, at)
+        end = known(
+            "; end {:.2f} +- {:.2f} by the losses so far", *(expected_end(curve, steps) or (None,))
+        )
+        after = " (it is above)" * is_above + end
+    half = half_band(curve, at)
+    return f"{loss - half:.2f} to {loss + half:.2f} at {count_text(at)} tokens{after}"
+
+
+def expected_columns(
+    record: Mapping[str, Any] | None, steps: Sequence[StepMetrics], *, since: int = 0
+) -> dict[str, list[float]]:
+    """Return the curve through the losses so far as columns, to draw from step `since` on.
+
+    From the last step on, `loss_low` and `loss_high` are its band, which is that of the end by
+    `expected_end` where the curve gets there. Empty: there is no curve.
+    """
+    curve, drawn = curve_from_record(record), [step for step in steps if step.step >= since]
+    if curve is None or not drawn or (at_end := expected_end(curve, steps)) is None:
+        return {}
+    last, shift, end = drawn[-1], at_end[0] - curve[-1][1], curve[-1][0]
+    seen, left = last.tokens or 0, max(0, int(last.total_steps or 0) - last.step)
+    reach = min(left, math.ceil(AHEAD * (last.step - drawn[0].step)))
+    ahead = sorted({last.step + reach * part // POINTS for part in range(POINTS + 1)})
+    places = [(step.step, step.tokens or 0) for step in drawn[: -1 : len(drawn) // POINTS + 1]]
+    places += [(to, seen + (end - seen) * (to - last.step) // max(1, left)) for to in ahead]
+    rows = []
+    for step, tokens in places:
+        if (loss := loss_at(curve, tokens)) is not None:
+            is_ahead = step >= last.step
+            half = half_band([(tokens, loss)], seen, band=SHIFTED_BAND) if is_ahead else 0.0
+            rows.append([step, *(round(loss + shift + part, 4) for part in (0.0, -half, half))])
+    names = ("step", "loss", "loss_low", "loss_high")
+    return dict(zip(names, map(list, zip(*rows, strict=True)), strict=False))
 
 
 def expected_curve(
@@ -106,7 +157,8 @@ def expected_curve(
     config, shape = loaded.config, loaded.shape
     steps = config.run.steps or loaded.with_steps(plan).config.run.total_steps
     made = sorted({max(1, steps * part // POINTS) for part in range(1, POINTS + 1)})
-    tokens = [plan.sequences_between(0, step) * plan.sequence_length for step in made]
+    parts = itertools.starmap(plan.sequences_between, itertools.pairwise([0, *made]))
+    tokens = [sequences * plan.sequence_length for sequences in itertools.accumulate(parts)]
     if config.model.start_from is not None:
         return "the run continues another model (model.start_from)"
     (fewest, most), (low, high) = PARAMETERS, VOCABULARIES

@@ -11,6 +11,7 @@ from refocused.metrics.expected_loss import (
     FITS,
     Curve,
     curve_from_record,
+    expected_columns,
     expected_curve,
     expected_end,
     fitted_loss,
@@ -102,6 +103,61 @@ def test_the_loss_between_points_and_outside() -> None:
     assert expected_end(curve, []) is expected_end(curve, [StepMetrics(1, tokens=50)]) is None
     steps = [StepMetrics(1, tokens=100, loss=9.0), StepMetrics(2, tokens=200, loss=3.5)]
     assert expected_end(curve, steps) == pytest.approx((2.5, 0.02 + 0.15 * math.log(2)))
+    # A run that has seen more than the curve, as of another batch.
+    beyond = [StepMetrics(1, tokens=400, loss=2.5), StepMetrics(2, tokens=420, loss=2.5)]
+    assert expected_end(curve, beyond) == (2.5, 0.02)
+
+
+def steps_to(last: int, *, total: int = 400, above: float = 0.5) -> list[StepMetrics]:
+    """Steps of one token each, whose losses are above the curve of `RECORD`."""
+    losses = {step: loss_at(RECORD["curve"], max(100, step)) or 2.0 for step in range(1, last + 1)}
+    return [
+        StepMetrics(step, total, tokens=step, loss=loss + above) for step, loss in losses.items()
+    ]
+
+
+RECORD: dict[str, Any] = {"curve": [(100, 4.0), (200, 3.0), (400, 2.0)]}
+
+
+@pytest.mark.parametrize(
+    ("last", "total", "reach"),
+    [(150, 400, 225), (300, 400, 400), (400, 400, 400), (200, 1000, 300), (200, 0, 200)],
+)
+def test_the_drawn_curve_goes_through_the_losses_and_on_by_half_as_far(
+    last: int, total: int, reach: int
+) -> None:
+    steps = steps_to(last, total=total)
+    drawn = expected_columns(RECORD, steps)
+    assert (drawn["step"][0] in range(100, 106), drawn["step"][-1]) == (True, reach)
+    assert len(drawn["step"]) < 300 and drawn["step"] == sorted(set(drawn["step"]))
+    rows = {step: row for step, *row in zip(*drawn.values(), strict=True)}
+    for step in [step for step in drawn["step"] if step < last]:
+        assert rows[step] == [pytest.approx(steps[int(step) - 1].loss, abs=1e-4)] * 3
+    loss, low, high = rows[last]
+    assert (loss, high - loss) == (pytest.approx(steps[-1].loss), pytest.approx(0.02))
+    assert loss - low == pytest.approx(high - loss)
+    if reach == total:  # where the text says that it ends
+        end = expected_end(RECORD["curve"], steps)
+        loss, low, high = rows[reach]
+        assert end == pytest.approx((loss, high - loss), abs=2e-4)
+
+
+def test_a_part_of_the_curve_is_placed_by_all_losses() -> None:
+    steps = steps_to(300)
+    whole, part = (expected_columns(RECORD, steps, since=since) for since in (0, 290))
+    assert (part["step"][0], part["step"][-1]) == (290, 305)
+    assert part["loss"][-1] == pytest.approx(2.475 + 0.5, abs=1e-3)
+    assert dict(zip(whole["step"], whole["loss"], strict=True))[300] == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize("record", [None, {"reason": "bytes"}, {"curve": [(1, "x")]}])
+def test_without_a_curve_or_losses_on_it_nothing_is_drawn(record: dict[str, Any] | None) -> None:
+    assert expected_columns(record, steps_to(300)) == {}
+    for steps in ([], steps_to(90), [StepMetrics(300, tokens=300)], [StepMetrics(1, loss=2.0)]):
+        assert expected_columns(RECORD, steps) == {}
+    # A step without tokens after others, of a damaged line.
+    assert expected_columns(RECORD, [*steps_to(300), StepMetrics(301, loss=2.0)]) == {}
+    assert expected_columns(RECORD, steps_to(300), since=301) == {}
 
 
 @pytest.mark.parametrize(

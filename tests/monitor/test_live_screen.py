@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import json
 import os
 import socket
 
@@ -172,6 +173,30 @@ def test_the_keys_open_what_the_help_says(tmp_path):
         assert "TRAINING" in watcher.lines[0]
 
     watch(story, run, full_run(tmp_path, name="second"), size=(120, 40))
+
+
+@pytest.mark.parametrize(
+    ("size", "name"), [((120, 40), "curve"), ((80, 24), "curve"), ((80, 24), "reason")]
+)
+def test_the_expected_loss_is_drawn_ahead_of_the_run(tmp_path, size, name):
+    run = new_run(tmp_path)
+    for step in range(10, 1001, 10):
+        loss = {"loss": 3.0 + 100 / step, "tokens": step * 1_000_000, "total_steps": 2000}
+        run.line("training_metrics", NOW - 10, {"kind": "step", "step": step, **loss})
+    run.state(step=1000, status="training")
+    curve = [[step * 1_000_000, 3.0 + 100 / step] for step in range(500, 2001, 20)]
+    record = {"curve": curve} if name == "curve" else {"reason": "bytes"}
+    (run.folder / "expected_loss.json").write_text(json.dumps(record))
+
+    async def story(watcher):
+        is_drawn = name == "curve"
+        for key, first, last in (("", "10", "1,495"), ("z", "810", "1,095")):
+            await watcher.press(*key)
+            assert ("loss, val dots, expected green" in watcher.words) == is_drawn
+            ends = next(line for line in watcher.lines if line.split()[:1] == [first])
+            assert ends.split()[1] == (last if is_drawn else "1,000")
+
+    watch(story, run, size=size)
 
 
 def test_a_screen_without_room_says_what_is_left_out(tmp_path):

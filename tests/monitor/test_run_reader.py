@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 from monitor.watched_run import GPU, NOW, STEP_SECONDS, iso, new_run
 
+from refocused.metrics.expected_loss import expected_text
 from refocused.monitor.readings import as_record
 from refocused.monitor.run_reader import METRICS_BYTES, RECENT_STEPS, RunReader
-from refocused.monitor.screen.run_lines import all_lines, expected_loss_text, run_rows
+from refocused.monitor.screen.run_lines import all_lines, run_rows
 
 PRINTED = """\
  one  TRAINING  step 1,000/2,000 50.0%  last line 10 s ago
@@ -192,6 +193,13 @@ def test_a_state_that_cannot_be_read_is_reported_and_all_else_is_shown(run, cont
     for part in ("ALARM", "48.4/79.6"):
         assert any(part in line for line in lines)
     assert run_rows([view])[0].plain.endswith(f"state.json cannot be read: {trouble}")
+    # The steps of a run by tokens stand in its lines alone.
+    (run.folder / "run.yaml").write_text("run: {steps: null, tokens: 3000000}\n")
+    step = {"kind": "step", "step": 1500, "total_steps": 3000, "tokens": 1_500_000}
+    run.line("training_metrics", NOW, step)
+    view = run.view()
+    assert (view.total_steps, view.tokens, view.progress_fraction) == (3000, 1_500_000, 0.5)
+    assert (view.validation_loss, view.bits_per_byte) == (3.05, 0.875)
 
 
 def numbers(view):
@@ -249,7 +257,8 @@ def test_the_loss_is_shown_beside_the_expected_one(tmp_path):
             "training_metrics", NOW, {"kind": "step", "step": 1010, "loss": loss, "tokens": tokens}
         )
         view = run.view()
-        return [line for line in printed(view) if " expected " in line], expected_loss_text(view)
+        text = expected_text(view.expected_loss, view.steps)
+        return [line for line in printed(view) if " expected " in line], text
 
     assert expected(3.12, 4 * billion) == ([], "")  # an older run
     file.write_text(json.dumps({"curve": [[billion, 4.0], [4 * billion, 3.0], [8 * billion, 2.8]]}))
@@ -259,7 +268,9 @@ def test_the_loss_is_shown_beside_the_expected_one(tmp_path):
     assert line == f" expected 2.63 to 3.37 at 4.00 B tokens; {end}"
     assert line.endswith(text)
     assert expected(3.4, 4 * billion)[1].startswith("2.63 to 3.37 at 4.00 B tokens (it is above)")
-    assert expected(5.0, billion // 2)[1] == "from 1.00 B tokens on"
+    # Before the curve begins, and after its end, that of the end is known.
+    for tokens in (billion // 2, 9 * billion):
+        assert expected(5.0, tokens)[1] == "2.50 to 3.10 at 8.00 B tokens, the end"
     # Why there is none stands in the summary alone.
     file.write_text(json.dumps({"reason": "the run continues another model"}))
     assert expected(3.12, 4 * billion) == ([], "the run continues another model")

@@ -46,6 +46,9 @@ setTimeout(() => {
     chart.root.querySelectorAll(".u-series th")[1].click();
     setTimeout(() => {
       seen.whole = charts.map(one => [one.chart.scales.x.min, one.chart.scales.x.max]);
+      seen.highest = charts.map(one => one.chart.scales.y.max);
+      const logged = {steps: {step: [10, 20], tokens: [4, 6]}};
+      seen.placed = [0, 5, 15, 30].map(step => placed(logged, step, "tokens"));
       seen.hidden = chart.series.map(one => !one.show);
       get("theme").value = "dark";
       setTheme();
@@ -151,6 +154,34 @@ def test_the_rows_and_the_last_troubles_say_what_the_files_say(run):
     assert "<script" not in text and "SECRET" not in text
     assert "- 1 line of logs/training_metrics.jsonl cannot be read, and left out" in text
     assert 0 < text.find("no driver there") < text.find(r"\| x")  # of any machine, by time
+
+
+def test_the_validation_before_training_has_a_row_and_the_expected_loss_a_curve(
+    tmp_path, monkeypatch
+):
+    run = new_run(tmp_path)
+    run.line("training_metrics", NOW - 900, {"kind": "validation", "step": 0, "validation_loss": 9})
+    step = {"kind": "step", "loss": 3.5, "total_steps": 400}
+    run.line("training_metrics", NOW - 10, {**step, "step": 100, "tokens": 1_000_000})
+    run.line("training_metrics", NOW, {**step, "step": 200, "tokens": 2_000_000})
+    row = {"validation loss before training": f"9.0000, perplexity {math.exp(9):.2f}"}
+    without = summary_of(run)
+    assert row.items() <= without.items() and "expected loss" not in without
+    record = {"curve": [[1_000_000, 4.0], [2_000_000, 3.0], [4_000_000, 2.0]]}
+    (run.folder / "expected_loss.json").write_text(json.dumps(record))
+    assert summary_of(run)["expected loss"].endswith("end 2.50 +- 0.12 by the losses so far")
+    (content,) = embedded((run.folder / "summary.html").read_text())
+    drawn = content["expected"]
+    assert (drawn["step"][0], drawn["loss"][0], drawn["step"][-1]) == (100, 4.5, 250)
+    assert drawn["loss_low"][-1] < drawn["loss"][-1] == 3.25 < drawn["loss_high"][-1]
+    pictures: list[Any] = []
+    monkeypatch.setattr(
+        "matplotlib.figure.Figure.savefig", lambda *given, **_how: pictures.append(given)
+    )
+    run_command("checkpoints", ["plot", "--run", str(run.folder)])
+    [axes] = pictures[0][0].axes
+    assert axes.lines[2].get_label() == "expected"
+    assert axes.get_ylim()[0] < drawn["loss_low"][-1]
 
 
 def embedded(page):
@@ -293,6 +324,19 @@ def test_the_first_steps_do_not_set_the_scale():
 @pytest.mark.parametrize("size", ["1280,900", "500,800"])
 def test_a_browser_draws_the_page_without_a_network(run, size):
     write_summary(run.folder, run.view())
+    page = (run.folder / "summary.html").read_text()
+    validated = '"validations":{"step":[2000],"loss":[3.05],"bits_per_byte":[0.875]}'
+    with_baseline = (
+        '"validations":{"step":[0,1000,2000],"loss":[11,3.2,3.05],"bits_per_byte":[3,1,0.9]}'
+    )
+    band = '"loss":[3.1,3.05,3],"loss_low":[3.1,3.03,2.9],"loss_high":[3.1,3.07,3.1]'
+    for before, after in (
+        (validated, with_baseline),
+        ('"expected":{}', f'"expected":{{"step":[1000,2001,2501],{band}}}'),
+    ):
+        assert page.count(before) == 1
+        page = page.replace(before, after)
+    (run.folder / "summary.html").write_text(page)
     seen = seen_in_browser(run.folder / "summary.html", DRIVER, size=size)
     assert (seen["errors"], seen["loaded"]) == ("", 0)
     assert seen["titles"] == [
@@ -305,5 +349,8 @@ def test_a_browser_draws_the_page_without_a_network(run, size):
     assert float(loss) == pytest.approx(3 + 100 / float(step), abs=1e-3)
     (low, high), second, *_ = seen["zoomed"]
     assert 10 < low < high < 2000 and second == [low, high]  # panels zoom together
-    assert seen["whole"][0] == [10, 2001] and seen["hidden"] == [False, True, False]
+    # The expected loss alone goes on, and its band belongs to it; untrained losses set no scale.
+    assert seen["whole"][:2] == [[0, 2501], [0, 2001]] and seen["placed"] == [0, 2, 5, 8]
+    assert seen["hidden"] == [False, True, False, False, False, False]
+    assert seen["highest"][0] < 5 and 1 < seen["highest"][1] < 1.1
     assert seen["wider"] <= 0

@@ -130,20 +130,30 @@ def test_a_run_that_ends_within_a_cycle_of_its_rate_is_warned_of():
         assert ["ends at step 1,000" in line for line in lines] == [True] * warnings
 
 
-def test_the_data_lines_tell_what_is_in_no_sequence_and_what_leaks(tmp_path):
+def test_the_data_lines_tell_what_is_in_no_sequence_and_what_leaks(tmp_path, monkeypatch):
     for name in ("a", "val"):
         np.save(tmp_path / f"{name}.npy", np.arange(50, dtype=np.uint16))
     folders = [f"data.source={tmp_path}", f"data.cache={tmp_path}/cache"]
     patterns = ["data.validation_files=[]", "data.validation_fraction=0.1"]
     lengths = ["model.sequence_length=32", "evaluation.sequences=1", "precision.dtype=fp32"]
-    run = load_run("demo", [*folders, *patterns, *lengths]).config
+    loaded = load_run("demo", [*folders, *patterns, *lengths])
+    run = loaded.config
     plan, steps = BatchPlan(1, 1, 1, 32), run.run.steps
     given = {"vocabulary": 257, "seed": 1, "steps": steps, "evaluation_sequences": 1}
     data = build_data(run.data, plan=plan, world=ALONE, **given)
     try:
-        first, *others = data_lines(data, run, plan)
+        first, *others = data_lines(data, loaded, plan)
+        record = {"curve": [[500_000_000, 4.0], [2_000_000_000, 3.0]]}
+        monkeypatch.setattr(banner, "expected_loss", lambda *given: record)
+        *_, fitted = data_lines(data, loaded, plan)
     finally:
         data.cache.close()
+    assert (
+        fitted == "  expect   by a published fit a loss of 2.70 to 3.30 at 2.00 B tokens, the end"
+    )
+    assert others[-1].startswith(
+        "  expect   no loss by a published fit: the fits hold for attention"
+    )
     unused = "34.00% of the tokens are unused, at the ends of shards"
     assert f"1 sequence to train and 1 to validate ({unused})" in first
     said = [line for line in others if line.startswith("  warning  ")]

@@ -317,6 +317,7 @@ def run_plot(parser: Parser) -> None:
     add("--out FILE.png", "picture (default: loss.png in the run)", type=Path)
     add_json(parser, "print the losses as JSON too")
     arguments = parser.read()
+    from refocused.metrics.expected_loss import EXPECTED_LOSS_FILE
     from refocused.metrics.history import (
         METRICS_FILE,
         StepMetrics,
@@ -324,6 +325,7 @@ def run_plot(parser: Parser) -> None:
         lowest,
         read_history,
     )
+    from refocused.metrics.jsonl import read_json
     from refocused.monitor.screen.pictures import draw_history
 
     run = find_run(arguments.run)
@@ -338,7 +340,10 @@ def run_plot(parser: Parser) -> None:
     if not (training or validation):
         raise RefocusedError(f"{file} has no step yet. Wait for the first one (log.interval).")
     title = run.absolute().name
-    write_picture(lambda out: draw_history(history, out, title=title), out, option="--out")
+    expected = read_json(run / EXPECTED_LOSS_FILE)
+    write_picture(
+        lambda out: draw_history(history, out, title=title, expected=expected), out, option="--out"
+    )
     lines = [f"{out}: {counted(len(training), 'step')}, {counted(len(validation), 'validation')}"]
     shown = {
         "last training": training[-1] if training else None,

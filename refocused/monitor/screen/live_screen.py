@@ -17,6 +17,7 @@ from textual.widget import Widget
 from textual.widgets import OptionList, Static
 from textual_plotext import PlotextPlot
 
+from refocused.metrics.expected_loss import expected_columns
 from refocused.monitor.run_reader import RunReader, RunView
 from refocused.monitor.screen.pictures import Line, is_empty, limits, line_of
 from refocused.monitor.screen.run_lines import (
@@ -60,7 +61,7 @@ _ASCII_FRAME = str.maketrans("\u2502\u2524", "||")
 
 
 class CurvePlot(PlotextPlot):
-    """A line over steps with single points on top of it, as large as the widget."""
+    """A line over steps, points on top of it and what is expected behind; fills the widget."""
 
     def __init__(self, name: str, title: str, *, form: str, ascii_only: bool) -> None:
         """Draw nothing yet; `form` is the format of the values beside the axis."""
@@ -69,21 +70,22 @@ class CurvePlot(PlotextPlot):
         self._title, self._form, self._ascii_only = title, form, ascii_only
         self._line: Line = [], []
         self._points: Line = [], []
+        self._expected: Sequence[Line] = ()
 
-    def show(self, line: Line, points: Line = ([], [])) -> None:
-        """Draw another line and points."""
-        self._line, self._points = line, points
+    def show(self, line: Line, points: Line = ([], []), *, expected: Sequence[Line] = ()) -> None:
+        """Draw another line and points, and behind them what is expected of the line."""
+        self._line, self._points, self._expected = line, points, expected
         self.refresh()
 
     def render(self) -> Text:
         """Return the drawing."""
-        size, plot, lines = self.size, self.plt, (self._line, self._points)
+        size, plot, lines = self.size, self.plt, (self._line, self._points, *self._expected)
         if all(map(is_empty, lines)):
             return Text(f"{self._title}\n\n  no values yet", style="dim")
         if size.width < 2 * LABEL_WIDTH or size.height < 3:
             return Text(self._title)
         plot.clear_figure()
-        plot.title(self._title)
+        plot.title("loss, val dots, expected green" if self._expected else self._title)
         plot.xaxes(False, False)
         plot.yaxes(True, False)
         ends = list(limits(*lines))
@@ -92,6 +94,8 @@ class CurvePlot(PlotextPlot):
         steps = [step for line in lines for step in line[0]]
         ends = [min(steps), max(steps)]
         plot.xticks(ends, [f"{end:,.0f}" for end in ends])
+        for line in self._expected:
+            plot.plot(*line, marker="-" if self._ascii_only else "braille", color="green")
         plot.plot(*self._line, marker="*" if self._ascii_only else "braille", color="cyan")
         # Points too close to each other would hide the line. The newest one is always drawn.
         columns = size.width - LABEL_WIDTH - 1
@@ -272,12 +276,18 @@ class Dashboard(App[None]):
             return
         self._drawn = drawn
         steps, validations = view.steps, view.validations
+        first = 0
         if self._zoomed:
             steps = steps[-max(NEWEST_POINTS, round(len(steps) * NEWEST_SHARE)) :]
             first = steps[0].step if steps else 0
             validations = [point for point in validations if point.step >= first]
-        losses = line_of(steps, "loss", most=MOST_POINTS)
-        self.query_one("#loss", CurvePlot).show(losses, line_of(validations, "loss"))
+        columns = expected_columns(view.expected_loss, view.steps, since=first)
+        places, *expected = columns.values() or [[]]
+        self.query_one("#loss", CurvePlot).show(
+            line_of(steps, "loss", most=MOST_POINTS),
+            line_of(validations, "loss"),
+            expected=[(places, values) for values in expected],
+        )
         speeds = line_of(steps, "tokens_per_second", most=MOST_POINTS)
         self.query_one("#speed", CurvePlot).show(speeds)
 

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from refocused.metrics.expected_loss import expected_columns
 from refocused.metrics.history import MetricsTimeline, lowest
+from refocused.metrics.jsonl import Record
 
 MOST_POINTS = 1000  # of a line: more than the picture has columns
 UNSEEN_SHARE = 0.05  # first part of a curve, where a loss falls far: it does not set the scale
@@ -84,8 +86,17 @@ def limits(*lines: Line) -> tuple[float, float]:
     return low - room, high + room
 
 
-def draw_history(history: MetricsTimeline, file: Path, *, title: str) -> None:
-    """Write the losses over steps as a PNG, the best one marked; raise OSError if that fails."""
+def draw_history(
+    history: MetricsTimeline, file: Path, *, title: str, expected: Record | None = None
+) -> None:
+    """Write the losses over steps as a PNG, the best one marked; raise OSError if that fails.
+
+    Args:
+        history: The logged steps and validations.
+        file: The picture, whose folder is made.
+        title: Above the drawing.
+        expected: The run's `expected_loss.json`.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 5), layout="constrained")
@@ -98,8 +109,13 @@ def draw_history(history: MetricsTimeline, file: Path, *, title: str) -> None:
         axes.plot(*training, linewidth=0.9, color="#0072b2", marker=marker, label="training")
     if not is_empty(validation):
         axes.plot(*validation, linewidth=0.9, color="#d55e00", marker=".", label="validation")
+    steps, *drawn = expected_columns(expected, list(history.steps)).values() or [[]]
+    if drawn:
+        look: Any = {"color": "#009e73", "linewidth": 0.9}
+        axes.plot(steps, drawn[0], **look, linestyle="--", label="expected")
+        axes.fill_between(steps, *drawn[1:], **look, alpha=0.2)
     if axes.lines:
-        axes.set_ylim(*limits(training, validation))
+        axes.set_ylim(*limits(training, validation, *((steps, values) for values in drawn)))
     best = lowest(history.validations)
     if best is not None and best.loss is not None:
         label = f"best validation {best.loss:.4f}, step {best.step:,}"

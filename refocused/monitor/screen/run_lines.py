@@ -7,9 +7,8 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
-from refocused.metrics.expected_loss import curve_from_record, expected_end, half_band, loss_at
+from refocused.metrics.expected_loss import expected_text
 from refocused.metrics.history import StepMetrics
-from refocused.metrics.jsonl import text
 from refocused.monitor.readings import GpuSample
 from refocused.monitor.run_reader import Alarm, RunView, Status
 from refocused.monitor.screen.pictures import columns
@@ -88,7 +87,7 @@ def head_lines(view: RunView, *, width: int | None = None) -> list[Text]:
         used.as_line() if used is not None and used.goodput_fraction is not None else "",
     )
     lines.append(quality)
-    expectation = expected_loss_text(view)
+    expectation = expected_text(view.expected_loss, view.steps)
     if expectation and "reason" not in (view.expected_loss or {}):
         lines.append(Text(f" expected {expectation}", style="dim"))
     if speed.plain.strip():
@@ -133,21 +132,6 @@ def head_lines(view: RunView, *, width: int | None = None) -> list[Text]:
     if age := _stale_text(view.samples_age_seconds):
         machine = Text.assemble((f" {age}:", "yellow" if view.is_live else "dim"), machine)
     return [*lines, machine]
-
-
-def expected_loss_text(view: RunView) -> str:
-    """Return the loss that published fits let expect, now and at the end; empty: unknown."""
-    curve, last = curve_from_record(view.expected_loss), next(iter(view.steps[-1:]), None)
-    if curve is None or last is None or last.tokens is None:
-        return text(view.expected_loss or {}, "reason") or ""
-    loss = loss_at(curve, last.tokens)
-    if loss is None:
-        return f"from {count_text(curve[0][0])} tokens on"
-    half, at_end = half_band(curve, last.tokens), expected_end(curve, view.steps)
-    now = f"{loss - half:.2f} to {loss + half:.2f} at {count_text(last.tokens)} tokens"
-    is_above = (last.loss_mean or last.loss or 0.0) > loss + half
-    end = known("; end {:.2f} +- {:.2f} by the losses so far", *(at_end or (None,)))
-    return f"{now}{' (it is above)' * is_above}{end}"
 
 
 def folded(line: Text, width: int) -> list[Text]:

@@ -13,12 +13,12 @@ from typing import Any
 from refocused.config.outputs import without_secrets
 from refocused.config.prices import usd_per_million_tokens
 from refocused.config.setting_help import list_settings
+from refocused.metrics.expected_loss import expected_columns, expected_text
 from refocused.metrics.history import METRICS_FILE, MIRROR_FILE, StepMetrics, perplexity
 from refocused.metrics.jsonl import JsonLinesTail, Record, number, text, whole_number
 from refocused.monitor.readings import AlarmEvent, GpuMinute, read_gpu_minutes
 from refocused.monitor.run_reader import RunView, event_of
 from refocused.monitor.screen.pictures import columns
-from refocused.monitor.screen.run_lines import expected_loss_text
 from refocused.system.atomic_files import replace_file
 from refocused.system.errors import counted
 from refocused.system.number_text import dollars, duration, known, moment, percent, value
@@ -98,6 +98,7 @@ def read_report(folder: Path, view: RunView) -> Report:
             name: columns(table, *CURVES, began=began, most=MOST_COLUMNS)
             for name, table in tables.items()
         },
+        "expected": expected_columns(view.expected_loss, view.steps),
     }
 
 
@@ -195,8 +196,13 @@ def _progress(view: RunView) -> Rows:
         ("tokens", value(view.tokens, ",")),
         ("training loss", value(view.loss, ".4f")),
     ]
-    if expected := expected_loss_text(view):
+    if expected := expected_text(view.expected_loss, view.steps):
         rows.append(("expected loss", expected))
+    begin = next((point for point in view.validations if not point.step), None)
+    if begin is not None and (loss := begin.loss) is not None:
+        words = f"{loss:.4f}, perplexity {perplexity(loss):.2f}"
+        words += known(", {:.4f} bits per byte", begin.bits_per_byte)
+        rows.append(("validation loss before training", words))
     if (loss := view.validation_loss) is not None:
         rows.append(("validation loss", f"{loss:.4f}, perplexity {perplexity(loss):.2f}"))
     if view.bits_per_byte is not None:

@@ -19,7 +19,7 @@ import refocused
 from refocused.config.batch_plan import BatchPlan
 from refocused.config.data import DataConfig
 from refocused.config.load_run import LoadedRun, render_run
-from refocused.config.run_config import RunConfig, idle_settings
+from refocused.config.run_config import idle_settings
 from refocused.data.loader.open_data import DataParts
 from refocused.data.order.mixture_order import PERIOD, Mixture
 from refocused.data.order.sequences import Position
@@ -28,10 +28,12 @@ from refocused.engine.schedule import unfinished_cycle
 from refocused.estimate.flops import count_parameters
 from refocused.estimate.memory_plan import needless_offload
 from refocused.estimate.step_time import step_of_run
+from refocused.metrics.expected_loss import expected_text
 from refocused.system.errors import ConfigError, counted
 from refocused.system.hardware import cpu_name, gpu_spec
 from refocused.system.number_text import count_text
 from refocused.system.world import World
+from refocused.train.lifecycle.run_folder import expected_loss
 
 if TYPE_CHECKING:
     from refocused.train.lifecycle.trainer import Plan
@@ -164,9 +166,10 @@ def memory_lines(loaded: LoadedRun, planned: Plan, world: World) -> list[str]:
     return lines
 
 
-def data_lines(data: DataParts, run: RunConfig, plan: BatchPlan) -> list[str]:
-    """Return what is known of the data."""
-    manifest, config, steps = data.manifest, run.data, run.run.total_steps
+def data_lines(data: DataParts, loaded: LoadedRun, plan: BatchPlan) -> list[str]:
+    """Return what is known of the data, and the loss to expect of the run."""
+    manifest, run = data.manifest, loaded.config
+    config, steps = run.data, run.run.total_steps
     size = sum(shard.size for shard in manifest.shards)
     sequences = sum(source.sequences for source in data.sources)
     kept = sum(source.kept for source in data.sources)
@@ -217,7 +220,9 @@ def data_lines(data: DataParts, run: RunConfig, plan: BatchPlan) -> list[str]:
         lines.append(f"  steps    {steps:,} for {run.run.length}")
         if warning := unfinished_cycle(steps, run.schedule):
             lines.append(f"  warning  {warning}")
-    return [*lines, *tokenizer_lines(config)]
+    expected = expected_loss(loaded, plan, data)
+    fit = "no loss by a published fit:" if "reason" in expected else "by a published fit a loss of"
+    return [*lines, *tokenizer_lines(config), f"  expect   {fit} {expected_text(expected, [])}"]
 
 
 def package_versions() -> dict[str, str]:
@@ -239,7 +244,7 @@ def setup_record(
     if not world.is_rank_0:
         return {}
     lines = opening_lines(loaded, planned, world)
-    lines += data_lines(data, loaded.config, planned.batch)
+    lines += data_lines(data, loaded, planned.batch)
     texts = collections.defaultdict[str, list[str]](list)
     for line in lines:
         word, _, text = line.strip().partition(" ")

@@ -17,7 +17,7 @@ from refocused.config.batch_plan import BatchPlan
 from refocused.config.load_run import LoadedRun, render_run
 from refocused.estimate.flops import count_of_run
 from refocused.metrics.expected_loss import EXPECTED_LOSS_FILE, expected_curve
-from refocused.metrics.jsonl import as_record, read_json, utc_now, write_state
+from refocused.metrics.jsonl import Record, as_record, read_json, utc_now, write_state
 from refocused.system.atomic_files import replace_file
 from refocused.system.errors import ConfigError, TrainingError, as_typed
 from refocused.system.locks import FileLock
@@ -161,13 +161,18 @@ def writing(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def write_run_files(folder: Path, loaded: LoadedRun, plan: BatchPlan, data: DataParts) -> None:
-    """Write the run's settings and the loss to expect."""
+def expected_loss(loaded: LoadedRun, plan: BatchPlan, data: DataParts) -> Record:
+    """Return the `curve` of the loss to expect, or the `reason` why there is none."""
     trained = plan.sequences_between(0, loaded.config.run.total_steps)
     epochs = trained / sum(source.sequences for source in data.sources)
     parameters = count_of_run(loaded).total
     curve = expected_curve(loaded, plan, parameters=parameters, epochs=epochs)
-    expected = {"reason" if isinstance(curve, str) else "curve": curve}
+    return {"reason" if isinstance(curve, str) else "curve": curve}
+
+
+def write_run_files(folder: Path, loaded: LoadedRun, plan: BatchPlan, data: DataParts) -> None:
+    """Write the run's settings and the loss to expect."""
+    expected = expected_loss(loaded, plan, data)
     with writing(folder):
         (folder / "run.yaml").write_text(render_run(loaded.config))
         replace_file(folder / EXPECTED_LOSS_FILE, json.dumps(expected).encode())

@@ -284,7 +284,7 @@ def run(loaded: LoadedRun, request: Request, world: World, session: Session) -> 
         )
         closing.enter_context(contextlib.closing(data.cache))
         closing.enter_context(explaining_lack_of_memory(planned.batch, world=world))
-        world.on_rank_0(lambda: _log(banner.data_lines(data, config, planned.batch)))
+        world.on_rank_0(lambda: _log(banner.data_lines(data, loaded, planned.batch)))
         enter("builds the model and the engine")
         end_phase("data")
         imports.join()
