@@ -27,11 +27,11 @@ ROOT = Path(__file__).resolve().parents[1]
 # Figure: (ceiling today, wanted). Raising a ceiling takes a sentence in the commit that says what
 # the reader gets for it.
 BUDGETS = {
-    "statements": (32_394, 25_500),
+    "statements": (32_624, 25_500),
     "package files": (235, 220),
-    "tests lines": (47_114, 34_000),
+    "tests lines": (47_574, 34_000),
     "benchmarks lines": (5_500, 5_500),
-    "train closure statements": (19_097, 15_000),
+    "train closure statements": (19_163, 15_000),
     "loop closure lines": (5_500, 5_500),
     "private functions with one caller": (132, 150),
     "record types": (205, 170),

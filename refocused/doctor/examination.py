@@ -243,6 +243,11 @@ class Examination:
             find_tasks(self.loaded.config.evaluation.tasks, data=None)
         except ConfigError as error:
             yield Finding("tasks", "fail", f"evaluation.tasks: {error}")
+        config = self.loaded.config
+        commands = {"run.on_end": config.run.on_end, "log.on_alarm": config.log.on_alarm}
+        for setting, command in commands.items() if self.rented is None else ():
+            if command is not None and not command.startswith("https://"):
+                yield machine.judge_command(setting, command)
 
     def _store(self) -> Iterator[Finding]:
         """Check the clock, the credentials and their rights."""

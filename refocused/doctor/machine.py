@@ -9,6 +9,7 @@ import platform
 import re
 import resource
 import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -349,3 +350,24 @@ def smallest_memory_bytes(samples: Sequence[GpuSample]) -> float | None:
 def fewest_links(samples: Sequence[GpuSample]) -> int | None:
     """Return the smallest number of active NVLinks of a GPU; None: no GPU answers."""
     return min((gpu.nvlinks_active or 0 for gpu in samples if not gpu.lost), default=None)
+
+
+def judge_command(setting: str, command: str) -> Finding:
+    """Report whether the shell can read a command, and has the program that it begins with.
+
+    The command, which may hold a secret, is neither shown nor put into a process's arguments.
+    """
+    program = command.split()[0]
+    of_program = ["sh", "-c", 'command -v "$1"', "sh", program]
+    if _fails(["sh", "-n"], command):
+        fix = f"Correct the quotes and operators of {setting}."
+        return Finding("command", "fail", f"{setting}: sh cannot read the command", fix)
+    if re.fullmatch(r"[\w./-]+", program) and _fails(of_program):
+        fix = f"Install it, or change {setting}: a container often has no sudo or shutdown."
+        return Finding("command", "fail", f"{setting}: {program} is not on this machine", fix)
+    return Finding("command", "ok", f"{setting}: sh can read the command, which was not run")
+
+
+def _fails(command: Sequence[str], given: str = "") -> bool:
+    done = subprocess.run(command, input=given.encode(), capture_output=True, check=False)
+    return done.returncode != 0
