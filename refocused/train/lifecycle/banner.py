@@ -221,8 +221,8 @@ def data_lines(data: DataParts, loaded: LoadedRun, plan: BatchPlan) -> list[str]
         if warning := unfinished_cycle(steps, run.schedule):
             lines.append(f"  warning  {warning}")
     expected = expected_loss(loaded, plan, data)
-    fit = "no loss by a published fit:" if "reason" in expected else "by a published fit a loss of"
-    return [*lines, *tokenizer_lines(config), f"  expect   {fit} {expected_text(expected, [])}"]
+    fit = f"  expect   by a published fit a loss of {expected_text(expected, [])}"
+    return [*lines, *tokenizer_lines(config), *([fit] if "curve" in expected else [])]
 
 
 def package_versions() -> dict[str, str]:
