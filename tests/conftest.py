@@ -91,10 +91,11 @@ def s3_emulator(s3_storage_server: Any) -> Iterator[Emulator]:
         yield running
 
 
-@pytest.fixture
-def heard(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """Let log records reach pytest, even after another test has set up our logger."""
+@pytest.fixture(autouse=True)
+def _unused_logger() -> Iterator[None]:
+    """Give each test our logger as no other test has set it up, so that pytest sees its records."""
     logger = logging.getLogger("refocused")
-    before, logger.propagate = logger.propagate, True
+    before = logger.level, logger.propagate, logger.handlers[:]
     yield
-    logger.propagate = before
+    logger.setLevel(before[0])
+    logger.propagate, logger.handlers = before[1:]

@@ -289,7 +289,6 @@ def test_waits_double_with_full_jitter() -> None:
     assert 0.0 <= Retry().wait_s(3) < 2.0
 
 
-@pytest.mark.usefixtures("heard")
 def test_a_wait_shorter_than_the_store_requests_is_reported(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -85,7 +85,7 @@ def lead(bucket: FaultyBucket, branch: Branch, step: int, *, token: str = "other
 
 
 def test_a_newer_head_elsewhere_is_followed(
-    local: Path, bucket: FaultyBucket, catalog: Catalog, heard: None, caplog: LogCaptureFixture
+    local: Path, bucket: FaultyBucket, catalog: Catalog, caplog: LogCaptureFixture
 ) -> None:
     """Regression: a machine with an old `state.json` went on with the branch that was left."""
     first, second = Branch(run_id="a"), Branch(run_id="a", number=2, ancestry=((1, 20),))
@@ -111,7 +111,7 @@ def test_a_newer_head_elsewhere_is_followed(
 
 
 def test_a_disk_that_comes_back_follows_the_machine_that_went_on_without_it(
-    local: Path, bucket: FaultyBucket, catalog: Catalog, heard: None, caplog: LogCaptureFixture
+    local: Path, bucket: FaultyBucket, catalog: Catalog, caplog: LogCaptureFixture
 ) -> None:
     """Regression: its own save of a step was taken for the mirror's, which is another one."""
     first = Branch(run_id="a")

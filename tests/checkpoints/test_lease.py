@@ -109,9 +109,7 @@ def test_it_expires_by_the_clock_of_the_store(
     assert f"process {os.getpid()}, since 20" in error and "run.name=" in error
 
 
-def test_an_outage_and_a_lost_answer(
-    emulator: Emulator, heard: None, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_outage_and_a_lost_answer(emulator: Emulator, caplog: pytest.LogCaptureFixture) -> None:
     bucket = open_bucket(emulator.url, retry=Retry(attempts=3, sleep=lambda seconds: None))
     holder, starter = lease_in(bucket, "holder"), lease_in(bucket, "starter")
     for _ in range(2):  # creation, renewal
@@ -128,7 +126,7 @@ def test_an_outage_and_a_lost_answer(
 
 
 def test_a_second_start_waits_and_then_exits(
-    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, heard: None, caplog: pytest.LogCaptureFixture
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for name, seconds in (("WAIT_SECONDS", 0.2), ("POLL_SECONDS", 0.05), ("RENEW_SECONDS", 0.1)):
         monkeypatch.setattr(module, name, seconds)

@@ -37,8 +37,6 @@ from refocused.system.errors import (
 )
 from refocused.system.locks import FileLock
 
-pytestmark = pytest.mark.usefixtures("heard")
-
 OPTIMIZER = "zero/zero_pp_rank_1_mp_rank_00_optim_states.pt"
 RANK = "ranks/rank_00001.pt"
 

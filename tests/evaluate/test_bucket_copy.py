@@ -116,7 +116,7 @@ def test_an_incomplete_folder_is_not_a_model(uploaded, tmp_path, damage, message
     assert not here.exists()
 
 
-def test_a_folder_without_a_marker_is_used_with_a_warning(tmp_path, heard, caplog):
+def test_a_folder_without_a_marker_is_used_with_a_warning(tmp_path, caplog):
     theirs = write(tmp_path / "theirs", {"config.json": b"{}", "weights": b"w"})
     write(theirs / "below", {"more": b"m"})
     copy = fetch_folder(DirectoryBucket(theirs), tmp_path / "here")

@@ -76,7 +76,7 @@ def test_numbers_that_json_does_not_know_are_null(path, unknown):
         assert found["step"] == 3
 
 
-def test_a_full_disk_loses_lines_with_one_warning_and_no_later_line(path, heard, caplog):
+def test_a_full_disk_loses_lines_with_one_warning_and_no_later_line(path, caplog):
     file = JsonLines(path)
     file.write({"number": 1})
     room = path.stat().st_size + 10
@@ -113,7 +113,7 @@ def test_a_run_that_fails_on_a_full_disk_does_not_look_killed(tmp_path, monkeypa
     assert "text" not in json.loads(path.read_text())  # there is no room for it
 
 
-def test_a_write_that_fails_leaves_the_old_state_and_warns(tmp_path, monkeypatch, heard, caplog):
+def test_a_write_that_fails_leaves_the_old_state_and_warns(tmp_path, monkeypatch, caplog):
     path = tmp_path / "state.json"
     write_state(path, {"step": 1})
     monkeypatch.setattr(Path, "replace", failing(errno.EIO))

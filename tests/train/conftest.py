@@ -6,6 +6,6 @@ import pytest
 
 
 @pytest.fixture
-def screen(heard, caplog):
+def screen(caplog):
     """Let pytest capture the screen output of a run."""
     caplog.set_level(logging.INFO, logger="refocused")
