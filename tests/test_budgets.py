@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 BUDGETS = {
     "statements": (32_624, 25_500),
     "package files": (235, 220),
-    "tests lines": (47_568, 34_000),
+    "tests lines": (47_575, 34_000),
     "benchmarks lines": (5_500, 5_500),
     "train closure statements": (19_163, 15_000),
     "loop closure lines": (5_500, 5_500),

@@ -37,11 +37,15 @@ def mirror(folder, *, complete, **status):
     write_state(folder / "mirror.json", shown)
 
 
-def wait(folder, monkeypatch, command=COMMAND, *, mirrored=True, patience_minutes=9.0, code=0):
+def wait(
+    folder, monkeypatch, command=COMMAND, *, mirrored=True, patience_minutes=9.0, code=0, begun=None
+):
     monkeypatch.setenv(ON_END, command)
     monkeypatch.setenv(ON_ALARM, "cat >> alarms; echo >> alarms")
     facts = {"RUN": "tiny", "FOLDER": str(folder), "EXIT_CODE": code, "STEP": 12, "NODE": 0}
-    on_end.wait_and_run(json.dumps([facts, mirrored, patience_minutes, last_start(folder)]))
+    on_end.wait_and_run(
+        json.dumps([facts, mirrored, patience_minutes, begun or last_start(folder)])
+    )
 
 
 def ran():
@@ -106,14 +110,17 @@ def test_it_does_not_run_if_the_run_was_started_again(run, monkeypatch, caplog):
     me = this_process()
     starting = {"status": "starting", "pid": me.pid, "pid_started": me.started}
     starting["session_began"] = "later"
-    waiting = threading.Thread(target=wait, args=(run, monkeypatch))
+    waiting = threading.Thread(
+        target=wait, args=(run, monkeypatch), kwargs={"begun": last_start(run)}
+    )
     waiting.start()
     write_state(run / "state.json", starting)
     waiting.join(60)
     write_state(run / "state.json", {"status": "finished"})
-    waiting = threading.Thread(target=wait, args=(run, monkeypatch))
+    waiting = threading.Thread(
+        target=wait, args=(run, monkeypatch), kwargs={"begun": last_start(run)}
+    )
     waiting.start()
-    waiting.join(0.1)
     (run / "run.yaml").write_text("run: {again: 1}\n")  # on a machine without rank 0
     waiting.join(60)
     assert caplog.messages == ["run.on_end does not run: the run was started again."] * 2
