@@ -183,7 +183,7 @@ class RunSection(Section):
     def total_steps(self) -> int:
         """Optimizer steps of the whole run; of tokens they follow from the batch of the ranks."""
         if self.steps is None:
-            raise ConfigError(f"{self.length}: not known in steps here. Set run.steps.")
+            raise ConfigError(f"{self.length}: the steps are not known here. Set run.steps.")
         return self.steps
 
     @property
@@ -267,7 +267,7 @@ def check_run(config: RunConfig) -> Iterator[Misfit]:
         message = "rewind needs checkpoints to go back to. Set checkpoint.interval."
         yield Misfit("run.on_spike", message)
     if config.run.epochs is not None and data.mixture:
-        yield Misfit("run.epochs", "the sources of a mixture have passes of their own. Set tokens.")
+        yield Misfit("run.epochs", "each source of a mixture has its own passes. Set run.tokens.")
     model, places = config.model, (offload, config.zero.offload_parameters)
     if model.start_from is not None and "nvme" in places:
         message = "weights cannot be loaded to an NVMe drive. Offload to cpu, or leave this out."

@@ -92,7 +92,7 @@ SYNONYMS = {
         "precision.dtype": "dtype mixed_precision precision",
         "optimizer.momentum": "muon_momentum",
         "run.directory": "output_dir",
-        "run.epochs": "max_epochs n_epochs num_epochs num_train_epochs",
+        "run.epochs": "n_epochs num_epochs num_train_epochs",
         "run.steps": "max_iters max_steps n_steps num_steps total_steps",
         "schedule.decay_fraction": "cooldown_frac decay_ratio warmdown_ratio",
         "schedule.min_lr_ratio": "final_lr_frac min_lr",
